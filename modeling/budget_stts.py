@@ -98,7 +98,7 @@ class KeepRule:
             raise ValueError(f"`min_pruning_ratio` is {low}, but must be at most `max_pruning_ratio`, which is {high}.")
         levels = SELECTORS[selector].levels
         if self.threshold is not None and (levels is None or not levels[0] <= self.threshold <= levels[1]):
-            scores = "have no level that all videos share" if levels is None else f"lie in [{levels[0]}, {levels[1]}]"
+            scores = "are not comparable between videos" if levels is None else f"lie in [{levels[0]}, {levels[1]}]"
             raise ValueError(
                 f"`score_threshold` is {self.threshold}, but the scores of `selector` = {selector!r} {scores}. Take a "
                 "threshold in its range, a selector that has one ('scorer', 'cosine'), or `pruning_ratio` instead."

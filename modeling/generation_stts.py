@@ -197,7 +197,7 @@ def check_options(
     positions for an assistant, and a mask that hides something.
     """
     if cache is not None and setting("use_cache") is False:
-        raise ValueError("`use_cache=False` came with `past_key_values` to be used; leave out one of them.")
+        raise ValueError("`use_cache=False` and `past_key_values` exclude each other; leave out one of them.")
     model.check_generation(cache, setting)
     if cached is None:
         return True
@@ -266,8 +266,8 @@ def check_one_sample(kwargs: dict[str, Any], num_axes: int) -> torch.Tensor | No
         mask = None
     if holds_packed_rows(Tokens(ids, None, mask, kwargs.get("position_ids")), None, num_axes):
         raise ValueError(
-            "`position_ids` start over, as for several samples in a row, but `generate` continues one text per row. "
-            "Pass the samples as rows of their own, or leave out `position_ids`."
+            "`position_ids` start over, so rows are packed, but `generate` continues one sample per row. "
+            "Pass each sample as its own row, or leave out `position_ids`."
         )
     return KeptSequence.whole(ids.shape[0], ids.shape[1], ids.device).kept_indices
 

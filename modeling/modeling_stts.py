@@ -92,9 +92,9 @@ class STTSModel(PruningBackbone, Molmo2Model):
         if call.packed_rows and not call.vision and implementation not in MASKED_TEXT_ATTENTION:
             if tokens.shape[0] > 1 or tokens.attention_mask is not None:
                 raise ValueError(
-                    "`position_ids` start over, as for several samples in a row, but with `attn_implementation` "
-                    f"{implementation!r} they are told apart only in a batch of one row and without `attention_mask`. "
-                    "Pass it like that, or use 'sdpa' or 'flex_attention' for the text model."
+                    f"`position_ids` start over, so rows are packed, which `attn_implementation` {implementation!r} "
+                    "supports only in a batch of one row without `attention_mask`. Use 'sdpa' or 'flex_attention' for "
+                    "the text model."
                 )
             call.packed_rows = False  # flash attention goes by the positions itself
         if tokens.attention_mask is None and call.packed_rows is False and call.cache is None and self.is_native(call):

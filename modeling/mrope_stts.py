@@ -152,9 +152,9 @@ class MropeBackbone(PruningBackbone):
         types, given_types, shown, samples, counts = torch.stack([types, given_types, *columns]).cpu().unbind()
         if not torch.equal(types, given_types):
             raise ValueError(
-                f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos whose pixels are there, {IMAGE} for "
-                f"those of images and 0 elsewhere, but {int((types != given_types).sum())} tokens differ; pass all "
-                "that the processor returns."
+                f"`mm_token_type_ids` must be {VIDEO} for placeholders of videos in this call, {IMAGE} for those of "
+                f"images and 0 elsewhere, but {int((types != given_types).sum())} tokens differ. Pass all that the "
+                "processor returns."
             )
         rows, masks = samples_as_rows(samples, shown.bool())
         runs = [types[row, mask].unique_consecutive(return_counts=True) for row, mask in zip(rows, masks, strict=True)]
@@ -165,7 +165,7 @@ class MropeBackbone(PruningBackbone):
             by_grids = (grids.prod(-1) // self.visual.spatial_merge_unit // per_grid).repeat_interleave(per_grid)
             if not torch.equal(in_text, by_grids):
                 raise ValueError(
-                    f"`{names[-1]}` makes runs of {by_grids.tolist()} placeholder tokens, but in the text they have "
+                    f"`{names[-1]}` needs runs of {by_grids.tolist()} placeholder tokens, but the text has runs of "
                     f"{in_text.tolist()}. Text and {names[-1].partition('_')[0]}s must come from the same call of this "
                     "model's processor."
                 )
@@ -177,8 +177,8 @@ class MropeBackbone(PruningBackbone):
             if given is not None:
                 if bool((counted.diff() != 1).any()):
                     raise ValueError(
-                        "`position_ids` (batch, length) beside images and videos may only count the tokens of each "
-                        f"sample, but those of row {row} do not grow by 1; pass (3, batch, length), or leave them out."
+                        "`position_ids` (batch, length) with images or videos must count the tokens of each sample, "
+                        f"but those of row {row} do not grow by 1. Pass (3, batch, length), or leave them out."
                     )
                 start = int(counted[0]) if cached.seen else 0
             positions[:, row, mask] = native[:, index, mask] + start
@@ -194,9 +194,9 @@ class MropeBackbone(PruningBackbone):
         padding_mask, samples, positions = left.padding_mask, left.sample_ids, left.position_ids
         if samples is None or padding_mask is None or past_key_values is not None or (flash and left.shape[0] > 1):
             raise ValueError(
-                "Several samples in a row need `position_ids` that start over and no `attention_mask` but one of "
-                "padding, fill no cache, and with flash attention are told apart in a batch of one row alone: leave "
-                "out `past_key_values`, or use 'sdpa'."
+                "Packed rows need `position_ids` that start over at each sample, at most a padding `attention_mask`, "
+                "no `past_key_values`, and with flash attention a batch of one row. Leave out `past_key_values`, or "
+                "use 'sdpa'."
             )
         assert positions is not None  # `prune` makes them
         numbers = torch.where(padding_mask.bool(), samples, -1)

@@ -169,7 +169,7 @@ def with_native_arguments(native: type[PreTrainedModel], forward: Callable[..., 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) > len(names) - 1:
-            raise TypeError(f"`forward` takes {len(names) - 1} arguments by their place, but got {len(args)}.")
+            raise TypeError(f"`forward` takes {len(names) - 1} positional arguments, but got {len(args)}.")
         return forward(self, **{names[place]: value for place, value in enumerate(args, 1)}, **kwargs)
 
     call.__signature__ = inspect.Signature([*parameters[:-1], *ours, parameters[-1]])  # type: ignore[attr-defined]

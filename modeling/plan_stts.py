@@ -67,7 +67,7 @@ class PruningPlan:
         """Raises `ValueError` where the rule or given scores do not fit the videos or each other."""
         self.keep.check_videos(self.grids)
         if self.block_scores is not None and self.keep.threshold is not None:
-            raise ValueError("`block_scores` came with a `score_threshold`, of other scores: pass `pruning_ratio`.")
+            raise ValueError("`block_scores` excludes `score_threshold`, of other scores: pass `pruning_ratio`.")
         if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
             raise ValueError(
                 f"`block_scores` has shape {tuple(self.block_scores.shape)}, but must be ({sum(self.num_blocks)},): "
@@ -212,7 +212,7 @@ def assign_to_rows(kind: str, placeholders_per_row: list[int], tokens: list[int]
         rows.append(list(range(first, index)))
     if index != len(tokens):
         raise ValueError(
-            f"`{name}` holds {len(tokens)} {kind}s, but the {kind} placeholder tokens of the batch are those of "
+            f"`{name}` holds {len(tokens)} {kind}s, but the batch has {kind} placeholder tokens for "
             f"{index}. Text and {kind}s must come from the same call of the processor; leave out {kind}s that "
             "`past_key_values` has already seen."
         )

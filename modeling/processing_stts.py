@@ -68,7 +68,7 @@ class STTSProcessor(Molmo2Processor):
         )
         of_vision = {*self.image_token_ids, self.image_token_id, self.video_token_id}
         if of_vision & {None, tokenizer.unk_token_id}:
-            raise ValueError("tokenizer lacks tokens of images or videos, as <frame_start>. Use Molmo2's tokenizer.")
+            raise ValueError("tokenizer lacks image or video tokens, such as <frame_start>. Use Molmo2's tokenizer.")
         if tokenizer.bos_token is None and tokenizer.eos_token is None:
             raise ValueError("tokenizer has neither bos_token nor eos_token. Set one: every prompt starts with it.")
 

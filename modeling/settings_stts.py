@@ -152,11 +152,11 @@ def check_names(names: Collection[str]) -> None:
     for name in {*names} - NATIVE_ARGUMENTS - {*CALL_ARGUMENTS}:
         if name in (*PRUNING_FIELDS, *TRAINING_FIELDS):
             raise ValueError(
-                f"`{name}` is a field of the config and no argument of a call: set it there, or in `from_pretrained`."
+                f"`{name}` is a field of the config, not an argument of a call: set it there, or in `from_pretrained`."
             )
         near = difflib.get_close_matches(name, (*CALL_ARGUMENTS, *PRUNING_FIELDS, *TRAINING_FIELDS), 1, 0.8)
         if near:
-            raise ValueError(f"`{name}` is no argument of a call; did you mean `{near[0]}`?")
+            raise ValueError(f"`{name}` is not an argument of a call; did you mean `{near[0]}`?")
 
 
 def with_settings(vision_config: Mapping[str, Any] | PreTrainedConfig | None, given: Mapping[str, Any]) -> Any:
@@ -241,7 +241,7 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         if rule.threshold is not None and is_learned and self.scorer_target == "answers" and self.worth_unit is None:
             raise ValueError(
                 f"`score_threshold` is {rule.threshold}, but with `scorer_target` = 'answers' and `worth_unit` = None "
-                "scores mean something else in each video. Train the scorer with a unit, or use `pruning_ratio`."
+                "scores are not comparable between videos. Train the scorer with a unit, or use `pruning_ratio`."
             )
         return rule
 

@@ -326,7 +326,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"video_token_budget": True}, "`video_token_budget` is True, but must be a positive int"),
     ({"video_token_budget": 20.0}, "`video_token_budget` is 20.0, but must be a positive int"),
     ({"video_token_budget": [50, 50]}, "`video_token_budget` holds 2 budgets, but the call has 3 videos"),
-    ({"score_threshold": 0.5, "block_scores": torch.zeros(81)}, "`block_scores` came with a `score_threshold`"),
+    ({"score_threshold": 0.5, "block_scores": torch.zeros(81)}, "`block_scores` excludes `score_threshold`"),
     ({"video_token_budget": [50, None, 50]}, "`video_token_budget` is None, but must be a positive int"),
 ]
 
@@ -346,9 +346,9 @@ def test_what_makes_no_sense_is_refused(backbone, any_model, call, message):
 
 def test_selectors_without_levels_and_scorers_without_training_are_refused(backbone):
     inputs = backbone.batch(ROWS, "left")
-    with pytest.raises(ValueError, match="`selector` = 'random' have no level that all videos share"):
+    with pytest.raises(ValueError, match="`selector` = 'random' are not comparable between videos"):
         backbone.model(selector="random")(**inputs, score_threshold=0.5)
-    with pytest.raises(StrictDataclassError, match="`selector` = 'random' have no level"):
+    with pytest.raises(StrictDataclassError, match="`selector` = 'random' are not comparable"):
         backbone.model(selector="random", score_threshold=0.5)
     untrained = backbone.model(trained_scorer=False)
     with pytest.raises(ValueError, match=r"all scores are 0.1192: the scorer is untrained"):

@@ -279,7 +279,7 @@ def test_a_loss_function_gets_what_forward_does_not_name(backbone, any_model, mo
 
 def test_more_arguments_by_their_place_than_there_are_are_refused(backbone, any_model):
     ids = prompt(backbone.batch([[3]], "left"))["input_ids"]
-    with pytest.raises(TypeError, match="by their place, but got 41"):
+    with pytest.raises(TypeError, match="positional arguments, but got 41"):
         any_model(ids, *[None] * 40)
 
 

@@ -72,7 +72,7 @@ def test_flash_attention_that_would_mix_samples_is_refused(monkeypatch, case):
         packed["attention_mask"] = torch.ones_like(packed["input_ids"])
     else:
         packed = {name: value.repeat(2, 1) for name, value in packed.items()}
-    with pytest.raises(ValueError, match=r"`position_ids` start over, .* 'flash_attention_2' they are told apart only"):
+    with pytest.raises(ValueError, match=r"`position_ids` start over, .* 'flash_attention_2' supports only"):
         model(**packed)
 
 

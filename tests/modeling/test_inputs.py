@@ -38,7 +38,7 @@ def test_text_truncated_in_a_batch(call):
 
 def test_a_video_too_many(call):
     inputs = build_inputs([[3, Video(3), 5], [2, Video(2), 9]])
-    with pytest.raises(ValueError, match=r"`pixel_values_videos` holds 2 videos, .* those of 1"):
+    with pytest.raises(ValueError, match=r"`pixel_values_videos` holds 2 videos, .* tokens for 1"):
         call(**{name: value[:1] if name.endswith(("_ids", "_mask")) else value for name, value in inputs.items()})
 
 

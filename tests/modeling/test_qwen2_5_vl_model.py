@@ -90,8 +90,8 @@ def test_grids_that_are_not_those_of_the_texts_runs_are_refused(model):
     swapped = inputs | {"video_grid_thw": torch.tensor([[2, 2, 6], [3, 4, 6]])}
     by_tubelet = tiny_qwen3_vl.batch(tiny_qwen3_vl.samples([[3, Video(3), 4]]))
     for wrong, message in (
-        (swapped, "`video_grid_thw` makes runs"),
-        (by_tubelet, "`video_grid_thw` makes runs"),
+        (swapped, "`video_grid_thw` needs runs"),
+        (by_tubelet, "`video_grid_thw` needs runs"),
     ):
         with pytest.raises(ValueError, match=message):
             model(**wrong)

@@ -79,15 +79,15 @@ BAD: dict[str, tuple[Any, str]] = {
     "grids-of-nothing": (change("video_grid_thw", lambda grids: grids * 0), "every video needs at least one frame"),
     "more-tubelets-than-the-text-has": (
         change("video_grid_thw", lambda grids: torch.tensor([[9, 2, 4], [1, 2, 12]])),
-        "`video_grid_thw` makes runs of",
+        "`video_grid_thw` needs runs of",
     ),
     "fewer-tubelets-than-the-text-has": (
         change("video_grid_thw", lambda grids: torch.tensor([[1, 12, 6], [2, 2, 6]])),
-        "`video_grid_thw` makes runs of",
+        "`video_grid_thw` needs runs of",
     ),
     "tubelets-of-other-videos": (
         change("video_grid_thw", lambda grids: torch.tensor([[3, 4, 6], [1, 4, 6]])),
-        "`video_grid_thw` makes runs of",
+        "`video_grid_thw` needs runs of",
     ),
     "image-grids-of-nothing": (change("image_grid_thw", lambda grids: grids * 0), "every image needs at least one"),
     "grids-of-two-columns": (
@@ -130,7 +130,7 @@ BAD: dict[str, tuple[Any, str]] = {
         lambda inputs: {
             n: v[:1] if n in PER_TOKEN else v for n, v in inputs.items() if "image" not in n and n != "pixel_values"
         },
-        r"`pixel_values_videos` holds 2 videos, .* those of 1",
+        r"`pixel_values_videos` holds 2 videos, .* tokens for 1",
     ),
     "a-processor-of-molmo2": (
         lambda inputs: tiny.build_inputs([[3, tiny.Video(2), 4]]),
@@ -144,7 +144,7 @@ BAD: dict[str, tuple[Any, str]] = {
     ),
     "positions-that-do-not-count": (
         lambda inputs: inputs | {"position_ids": 2 * (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)},
-        r"`position_ids` \(batch, length\) beside images and videos may only count .* of row 0 do not grow by 1",
+        r"`position_ids` \(batch, length\) with images or videos must count .* of row 0 do not grow by 1",
     ),
 }
 
@@ -163,22 +163,22 @@ def test_a_processor_of_qwen_does_not_serve_molmo2():
 
 def test_a_text_with_one_run_for_all_tubelets_is_refused(call):
     inputs = text_of(sample([3, Video(3), 5], timestamps=False))
-    with pytest.raises(ValueError, match="`video_grid_thw` makes runs of"):
+    with pytest.raises(ValueError, match="`video_grid_thw` needs runs of"):
         call(**inputs)
 
 
 def test_grids_of_images_in_another_order_are_refused(call):
     inputs = sample([3, Image(), 2, Image(1, 2), 5])
     inputs["image_grid_thw"] = inputs["image_grid_thw"].flip(0)
-    with pytest.raises(ValueError, match="`image_grid_thw` makes runs of"):
+    with pytest.raises(ValueError, match="`image_grid_thw` needs runs of"):
         call(**inputs)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("pixel_values_videos", "`mm_token_type_ids` must be 2 .* whose pixels are there, .* but 24 tokens differ"),
-        ("pixel_values", "`mm_token_type_ids` must be 2 .* whose pixels are there, .* but 6 tokens differ"),
+        ("pixel_values_videos", "`mm_token_type_ids` must be 2 .* in this call, .* but 24 tokens differ"),
+        ("pixel_values", "`mm_token_type_ids` must be 2 .* in this call, .* but 6 tokens differ"),
     ],
 )
 def test_pixels_that_are_missing_beside_others_are_named(call, name, message):

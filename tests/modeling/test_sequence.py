@@ -189,8 +189,8 @@ def test_videos_go_to_the_rows_that_hold_their_placeholders(per_row, videos, row
         ([7], [6], r"Row 0 .* 7 video placeholder tokens, .* \[6\] tokens"),
         ([6, 3], [6, 4], r"Row 1 .* 3 video placeholder tokens, .* \[4\] tokens"),
         ([4, 6], [6, 4], r"Row 0 .* 4 video placeholder tokens, .* \[6\] tokens"),
-        ([6], [6, 4], r"`pixel_values_videos` holds 2 videos, .* those of 1"),
-        ([0], [6], r"`pixel_values_videos` holds 1 videos, .* those of 0"),
+        ([6], [6, 4], r"`pixel_values_videos` holds 2 videos, .* tokens for 1"),
+        ([0], [6], r"`pixel_values_videos` holds 1 videos, .* tokens for 0"),
     ],
 )
 def test_placeholders_that_are_not_whole_videos_are_refused(per_row, videos, message):

@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"what to measure; see --list (default: {DEFAULT_PRESET})",
     )
-    parser.add_argument("--list", action="store_true", help="print the presets and what each takes, and stop")
+    parser.add_argument("--list", action="store_true", help="print the presets with their run times, and exit")
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FOLDER",
         help="write result.json and README.md there (default: outputs/bench/PRESET; tiny only prints)",
     )
-    parser.add_argument("--render", action="store_true", help="only write the page of --output's result anew")
+    parser.add_argument("--render", action="store_true", help="only rewrite the page of the result in --output")
     axes = parser.add_argument_group("values in place of the preset's; every combination is measured")
     for name, (_, argument) in AXES.items():
         axes.add_argument(f"--{name.replace('_', '-')}", nargs="+", **argument)

@@ -67,7 +67,7 @@ def add_model_options(
     parser.add_argument(
         "--test-time-scaling",
         action="store_true",
-        help="sample 1 / (1 - K) times as many frames, for the same number of tokens; by a threshold, up to the budget",
+        help="sample 1 / (1 - K) times as many frames, for the same number of tokens, or until the budget is full",
     )
     length = f"maximum new tokens per answer (default: {max_new_tokens})"
     parser.add_argument("--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=length)
@@ -77,10 +77,10 @@ def add_model_options(
 # What a call may say of how many blocks stay, as in `modeling/budget_stts.py`, which imports PyTorch.
 KEEP_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "pruning_ratio": (share, "K", "share of video tokens to drop, 0 to 1"),
-    "score_threshold": (float, "S", "in place of a share: lowest score with which a block stays; see calibrate"),
-    "min_pruning_ratio": (share, "K", "least share that a threshold drops of a video"),
-    "max_pruning_ratio": (share, "K", "largest share that a threshold drops of a video"),
-    "video_token_budget": (count, "N", "most video tokens of a question"),
+    "score_threshold": (float, "S", "keep the blocks that score at least S, in place of a ratio; see calibrate"),
+    "min_pruning_ratio": (share, "K", "minimum share of a video that a threshold drops"),
+    "max_pruning_ratio": (share, "K", "maximum share of a video that a threshold drops"),
+    "video_token_budget": (count, "N", "maximum number of video tokens per question"),
 }
 
 
@@ -94,7 +94,7 @@ def add_keep_options(parser: argparse.ArgumentParser, *names: str) -> None:
 def add_running_options(parser: argparse.ArgumentParser, *, selector: bool = True, urls: bool = True) -> None:
     """Adds options of revision, frames, device, and optionally of selector and downloads."""
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--num-frames", type=count, metavar="N", help="most frames of a video (default: checkpoint's)")
+    parser.add_argument("--num-frames", type=count, metavar="N", help="maximum frames (default: checkpoint's)")
     parser.add_argument(
         "--device", type=device_name, default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ..."
     )

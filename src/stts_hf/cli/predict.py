@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help=".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)",
     )
-    parser.add_argument("--retry-errors", action="store_true", help="answer again what has an error in --output")
+    parser.add_argument("--retry-errors", action="store_true", help="ask rows with an error in --output again")
     add_answer_options(parser, max_new_tokens=64)
     engines = "local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster"
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)

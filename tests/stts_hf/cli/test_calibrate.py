@@ -181,7 +181,7 @@ def test_made_up_videos_keep_the_share_that_was_fitted_to_others():
     [
         (["--keep", "0.01"], r"--keep 0.01 is 1.0%, but must be from .* first frame of each video stays"),
         (["--keep", "0.9", "--min-pruning-ratio", "0.5"], r"--keep 0.9 is 90.0%, but must be from .* to 50"),
-        (["--keep", "0.4", "--selector", "random"], "have no level that all videos share"),
+        (["--keep", "0.4", "--selector", "random"], "are not comparable between videos"),
         (["--keep", "0.4", "--write", "--output", "x"], "not allowed with argument --write"),
         (["--keep", "0.4", "--output", "clips"], "is there already and is not written over"),
         (["--keep", "0.4", "--scores", "a.txt"], "--scores a.txt must be a file that ends in .jsonl"),

@@ -67,7 +67,7 @@ def test_a_threshold_takes_the_place_of_the_share_and_is_refused_where_scores_ha
     assert "scores from 0.02 kept, learned scorer" in said
     assert f"{kept} of 144" in timeline
     assert "scores from 0.02 kept, learned scorer" in numbers
-    with pytest.raises(gradio_client.exceptions.AppError, match="no level that all videos share"):
+    with pytest.raises(gradio_client.exceptions.AppError, match="not comparable between videos"):
         ask(client, video, "What?", 50, "random", 0.02)
 
 
