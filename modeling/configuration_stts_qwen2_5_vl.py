@@ -14,7 +14,7 @@ class STTSQwen2_5_VLVisionConfig(MropeSettings, Qwen2_5_VLVisionConfig):
     Qwen2.5-VL's vision tower with a scorer after layer `pruning_layer` (paper section 3). A frame is one of Qwen's
     tubelets of `temporal_patch_size` video frames, a block the `spatial_merge_size`^2 patches of one token. Fields are
     those of `MropeSettings`; `pruning_layer` defaults to 6, since layer 7 is the first of the released models whose
-    patches see their whole frame: in other layers a score's bias tells apart the patches of a window alone.
+    patches see their whole frame. In other layers the score bias only compares patches of one window.
     """
 
     model_type = "stts_qwen2_5_vl_vision"

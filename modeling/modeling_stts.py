@@ -47,7 +47,7 @@ RELEASED_NAMES = ("model.transformer.", "model.vision_backbone.")  # how names b
 
 
 class STTSModel(PruningBackbone, Molmo2Model):
-    """Molmo2 without a head, whose videos lose the blocks of least score."""
+    """Molmo2 without a head; drops the lowest-scored blocks of videos."""
 
     config: STTSConfig
     native = Molmo2Model

@@ -23,7 +23,7 @@ from .vision_stts_qwen2_5_vl import STTSQwen2_5_VLVisionModel
 
 
 class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
-    """Qwen2.5-VL without a head, whose videos lose the blocks of least score."""
+    """Qwen2.5-VL without a head; drops the lowest-scored blocks of videos."""
 
     config: STTSQwen2_5_VLConfig
     visual: STTSQwen2_5_VLVisionModel

@@ -21,7 +21,7 @@ from .vision_stts_qwen3_vl import STTSQwen3VLVisionModel
 
 
 class STTSQwen3VLModel(MropeBackbone, Qwen3VLModel):
-    """Qwen3-VL without a head, whose videos lose the blocks of least score."""
+    """Qwen3-VL without a head; drops the lowest-scored blocks of videos."""
 
     config: STTSQwen3VLConfig
     visual: STTSQwen3VLVisionModel

@@ -23,7 +23,7 @@ from .settings_stts import CALL_ARGUMENTS
 @dataclass
 class PruningCausalLMOutputWithPast(PruningOutput, CausalLMOutputWithPast):
     """
-    Logits and the rest on the sequence that is left.
+    Logits and the rest on the pruned sequence.
 
     Attributes:
         loss: `task_loss + temporal_loss_weight * temporal_loss`. With `num_items_in_batch`, this call's share of a
@@ -33,7 +33,7 @@ class PruningCausalLMOutputWithPast(PruningOutput, CausalLMOutputWithPast):
 
 class PruningHead(STTSGeneration):
     """
-    Mixin for a model with a head: logits and losses on the sequence that is left, and `generate`.
+    Mixin for a model with a head: logits and losses on the pruned sequence, and `generate`.
 
     native: the stock class with a head. backbone: class of `model`.
     """
@@ -79,12 +79,12 @@ class PruningHead(STTSGeneration):
         **kwargs: Any,
     ) -> Any:
         """
-        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone. Raises
+        As the native forward, on the pruned sequence, without the placeholders of dropped blocks. Raises
         `ValueError` where inputs do not fit.
 
         Args:
             labels: (B, L) like the caller's sequence, as are `shift_labels` in their place.
-            logits_to_keep: counts in the sequence that is left.
+            logits_to_keep: counts in the pruned sequence.
             pruning_ratio: `k` in [0, 1] in place of the config's, for this call.
             pruned_length: the length `L'` that every row gets, shorter ones by filler where the batch is padded, so
                 that all steps of a training have one shape.

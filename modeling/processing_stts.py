@@ -73,7 +73,7 @@ class STTSProcessor(Molmo2Processor):
             raise ValueError("tokenizer has neither bos_token nor eos_token. Set one: every prompt starts with it.")
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> list[str]:
-        """As in transformers; the tokenizer does not keep how it was loaded."""
+        """As in transformers; options of loading the tokenizer are not saved."""
         for option in ("is_local", "local_files_only"):
             self.tokenizer.init_kwargs.pop(option, None)
         return super().save_pretrained(save_directory, *args, **kwargs)

@@ -143,7 +143,7 @@ class PruningBackbone(PreTrainedModel):
         **kwargs: Any,
     ) -> Any:
         """
-        As the native forward, on the sequence that is left when the placeholders of dropped blocks are gone; `Call`
+        As the native forward, on the pruned sequence, without the placeholders of dropped blocks; `Call`
         says what our arguments are. `past_key_values` from an earlier call that dropped tokens continues it, in the
         caller's positions; `records_cache=False` leaves its record to the caller.
         """

@@ -199,7 +199,7 @@ def gather_columns(kept_tokens: torch.Tensor, new_length: int, fill_right: bool 
 
 def align_labels(kept_indices: torch.Tensor, labels: torch.Tensor, ignore_index: int = IGNORED_LABEL) -> torch.Tensor:
     """
-    Labels (B, L') beside the columns of a model's logits (B, L', vocabulary), from which pruned tokens are gone.
+    Labels (B, L') aligned with a model's logits (B, L', vocabulary), without those of pruned tokens.
 
     kept_indices: (B, L') of the outputs. labels: (B, L) as given to the model. Filler gets `ignore_index`.
     """

@@ -61,11 +61,11 @@ class PruningSettings:
     pruning_ratio (`float`, *optional*, defaults to 0.5):
         Share `k` in [0, 1] of each video's blocks that is dropped. Every call may override it.
     score_threshold (`float`, *optional*):
-        In place of a share: blocks of later frames stay whose score is at least this high.
+        In place of a ratio: blocks of later frames stay if their score is at least this.
     min_pruning_ratio, max_pruning_ratio (`float`, *optional*, default to 0.0 and 1.0):
-        Bounds of the share that a threshold drops.
+        Bounds of the share of a video that a threshold drops.
     video_token_budget (`int`, *optional*):
-        Most tokens that a video keeps: in place of a share, or beside a threshold.
+        Maximum number of tokens that a video keeps, in place of a ratio or beside a threshold.
     pruning_layer (`int`, *optional*, defaults to 3):
         Zero-based layer `l`: layers `0..l` run on all patches, layer `l + 1` takes the bias, later ones see survivors.
     selector (`str`, *optional*, defaults to `"scorer"`):
@@ -76,7 +76,7 @@ class PruningSettings:
         Range over which scores are stretched to `[e^-2, 1]` before the logarithm: each `"row"` of the patch grid
         (released checkpoints), each `"frame"`, or `"none"` (the paper's plain logarithm).
     score_bias (`bool`, *optional*, defaults to `True`):
-        Whether the scorer's scores bias the attention of layer `l + 1`, the way of the task's gradient (paper 3.2).
+        Whether scores bias the attention of layer `l + 1`, which carries the task's gradient to them (paper 3.2).
         `False` suits a frozen model that was never trained with it.
     """
 
@@ -119,14 +119,14 @@ class TrainingSettings:
     temporal_loss_weight (`float`, *optional*, defaults to 1.0):
         Weight of the temporal loss in the total loss: 1.0 in the paper, 0.5 in the released training code.
     detach_temporal_target (`bool`, *optional*, defaults to `True`):
-        Whether the similarities that the scores are trained towards pass no gradient. The released code lets them.
+        Whether similarities, the targets of the scores, pass no gradient. In the released code they pass one.
     scorer_target (`str`, *optional*, defaults to `"change"`):
-        What the scorer is trained towards: `"change"` is the temporal loss (paper 3.4); `"answers"` is what leaving a
-        block out costs the answers, and has no temporal loss (docs/worth.md).
+        What the scorer learns: `"change"` by the temporal loss (paper 3.4); `"answers"`, how much dropping a block
+        changes the answers, without a temporal loss (docs/worth.md).
     worth_unit (`float`, *optional*):
         With `"answers"`: nats of answer loss by which a score's logit grows by 1 (`block_worth`).
     pruned_position_ids (`str`, *optional*, defaults to `"original"`):
-        RoPE positions of the tokens that are left: `"original"` keeps those they had, `"compact"` closes the gaps.
+        RoPE positions of kept tokens: `"original"`, those of the full prompt, or `"compact"`, without gaps.
     """
 
     temporal_loss_weight: float | int = validated_field(check_loss_weight, default=1.0)

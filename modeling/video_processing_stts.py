@@ -40,11 +40,11 @@ class STTSVideoProcessorKwargs(Molmo2VideoProcessorKwargs, total=False):
 
 
 class STTSVideoProcessor(Molmo2VideoProcessor):
-    """Molmo2's video processor with the paper's frame sampling and a reader that skips what is not shown.
+    """Molmo2's video processor with the paper's frame sampling and a reader that decodes only sampled frames.
 
-    Samples at `max_fps` (2 per second) as long as `num_frames` (64) suffice, else `num_frames` evenly over the whole
-    video; the last frame is always among them and no frame comes twice. `fps=` in a call samples the whole video at
-    that rate, however many frames that gives. Further settings: `STTSVideoProcessorKwargs`; each works per call too.
+    Samples `max_fps` (2) frames per second, or `num_frames` (64) evenly spaced ones if the video is longer. The last
+    frame is always included, none is repeated. `fps=` in a call samples the whole video at that rate, without a limit.
+    Further settings: `STTSVideoProcessorKwargs`; each works per call too.
 
     A video is the path or `http(s)` address of a file, or decoded frames as in every video processor.
     """

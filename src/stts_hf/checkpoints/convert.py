@@ -72,7 +72,7 @@ def convert_checkpoint(
         revision: branch, tag or commit of `source`, if it is a repository.
         packing, selector: in place of the source's.
         dtype: "float32", "bfloat16" or "float16"; by default what most of the source's weights are.
-        max_shard_size: most bytes of one file of weights, and about what conversion takes of memory.
+        max_shard_size: maximum size of a file of weights, and about the memory that conversion takes.
         overwrite: replace a checkpoint that is at `destination`; it stays until the new one is complete.
         seed: of the new scorer's weights, where the source has no scorer.
         keep: `pruning_ratio`, `score_threshold`, `min_pruning_ratio`, `max_pruning_ratio` and `video_token_budget`, in

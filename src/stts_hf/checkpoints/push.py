@@ -52,9 +52,9 @@ def push_checkpoint(
     """
     Pushes the checkpoint in `folder` to the model repository `repo_id` ("user/name"), which is created if need be.
 
-    Files go up first and appear with one commit, so a push that was cut off changes nothing and may be repeated; what
-    was uploaded by then is not uploaded again. Weights that an earlier push left in the repository and this checkpoint
-    does not have go with the same commit. A card that is missing is written, and metadata a card lacks is filled in.
+    Files are uploaded, then appear in one commit. An interrupted push changes nothing; repeating it does not upload
+    the same files again. The commit also deletes weights that this checkpoint does not have. A missing card is written,
+    and missing metadata is filled in.
 
     Args:
         folder: a checkpoint, as `save_pretrained` or `convert_checkpoint` writes it.

@@ -26,9 +26,9 @@ class PackedDataset(Dataset):
     Args:
         rows: map-style data set.
         lengths: tokens of each row after pruning, the column `length` of `prepare_rows`.
-        budget: most tokens of a group after pruning; the collator's `pad_to` or `max_length`.
+        budget: maximum tokens of a group after pruning; the collator's `pad_to` or `max_length`.
         seed: decides which rows share a group.
-        max_samples: most rows in a group, None for no limit.
+        max_samples: maximum rows of a group, None for no limit.
 
     Attributes:
         groups: indices into `rows`.

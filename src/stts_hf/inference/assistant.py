@@ -41,7 +41,7 @@ def load(
         checkpoint: folder or Hub repository of an STTS checkpoint of any backbone, or of a stock Molmo2, Qwen3-VL or
             Qwen2.5-VL, with a selector that needs no training. Code in the checkpoint is not executed.
         pruning_ratio: fraction `k` of video tokens to drop; the checkpoint's by default.
-        score_threshold: in place of a ratio: lowest score with which a block stays (docs/budget.md).
+        score_threshold: keep the blocks that score at least this, in place of a ratio (docs/budget.md).
         selector: "scorer", "cosine" or "random"; the checkpoint's by default.
         device: "cpu", "cuda", "cuda:1", ...; by default a GPU if there is one.
         dtype: "float32", "bfloat16", ... or a `torch.dtype`; that of the weights by default.
@@ -85,10 +85,10 @@ class VideoAssistant:
     the model saw (`keep_mask`, `token_scores`, `timestamps`, token counts). Arguments of all methods:
 
     - `pruning_ratio`: fraction `k` of video tokens to drop; the model's by default.
-    - `score_threshold`: in place of a ratio, the lowest score with which a block stays, with `min_pruning_ratio` and
-      `max_pruning_ratio` as bounds; `video_token_budget`: most video tokens of a question (docs/budget.md).
+    - `score_threshold`: keep the blocks that score at least this, in place of a ratio; `min_pruning_ratio` and
+      `max_pruning_ratio` are bounds. `video_token_budget`: maximum video tokens of a question (docs/budget.md).
     - `processing`: which frames, such as `{"num_frames": 32}`, `{"fps": 1}` or `{"test_time_scaling": True}`.
-    - `options`: of `model.generate`; without any the greedy answer, of at most 256 tokens.
+    - `options`: of `model.generate`; by default greedy decoding of at most 256 tokens.
 
     They raise `TypeError` or `ValueError` for a question that is not text, is empty or holds a control token, a video
     that cannot be read, and an option that is unknown or out of range.

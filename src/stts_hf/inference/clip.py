@@ -121,7 +121,7 @@ class Clip:
     Attributes:
         seen: an `Answer` without question and answer; its `prompt_tokens` and `seconds` are those of reading the video.
         timestamps, grid, keep_mask, token_scores: those of `seen`.
-        rule, pruning_ratio: that the video was read with; the ratio is None where a threshold or a budget was.
+        rule, pruning_ratio: those that the video was read with; the ratio is None with a threshold or a budget.
 
     Raises:
         ValueError: the video cannot be read or an argument is out of range.
@@ -174,7 +174,7 @@ class Clip:
         Args:
             question: text.
             after: answers about this clip that come before it in a conversation, the first one first.
-            options: of `model.generate`; without any the greedy answer, of at most 256 tokens.
+            options: of `model.generate`; by default greedy decoding of at most 256 tokens.
 
         Raises:
             TypeError, ValueError: the question is not text, is empty or holds a control token; an option is unknown;
@@ -184,7 +184,7 @@ class Clip:
         return answer
 
     def ask_all(self, questions: Sequence[str], *, batch_size: int = 8, **options: Any) -> list[Answer]:
-        """As `ask`, for several questions in batches, each on its own. The cache exists `batch_size` times more."""
+        """As `ask`, for several independent questions in batches; each question of a batch has a copy of the cache."""
         if isinstance(questions, str):
             raise TypeError("questions must be several, got one str; pass a list, or call `ask`.")
         check_count("batch_size", batch_size)
@@ -199,7 +199,7 @@ class Clip:
         return Dialogue(self)
 
     def release(self) -> None:
-        """Frees the memory, after the answer that is being generated. `seen` stays; asking is an error then."""
+        """Frees the memory once the current answer is complete. `seen` stays; asking is then an error."""
         with self._exclusive():
             self._heads = None
 
@@ -264,8 +264,8 @@ class Clip:
 
 class Dialogue:
     """
-    A conversation about a clip: each question comes after the earlier ones and their answers. The text is read anew
-    each time, the video is not, so a clip can have any number of dialogues.
+    A conversation about a clip: each question comes after the earlier ones and their answers. Each turn reads the text
+    again, but not the video, so a clip can have any number of dialogues.
 
     Attributes:
         clip: the clip.
