@@ -1,5 +1,6 @@
-"""The site beyond `docs/`: pages of the root, a page for each command, and links to files that are no pages."""
+"""The site beyond `docs/`: pages of the root, of each command and of each public name, and links to files."""
 
+import ast
 import contextlib
 import io
 import re
@@ -31,10 +32,17 @@ GUIDES = {
 _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
+_DIRECTIVE = re.compile(r"^::: ([\w.]+)\n(?: +options: \{(.*)\}\n)?", re.M)  # of mkdocstrings, in api.md
+
+
 def on_config(config: Any) -> Any:
-    """The version below each page; commands before the reference."""
+    """The version below each page; commands before the reference, the pages of the API's names in it."""
     config.copyright = f"stts-hf {__version__}"
     place = next(index for index, section in enumerate(config.nav) if "Reference" in section)
+    pages = [{name: f"api/{name}.md"} for name in api_pages()]
+    config.nav[place]["Reference"] = [
+        {"API": ["api.md", *pages]} if "API" in page else page for page in config.nav[place]["Reference"]
+    ]
     config.nav.insert(place, {"Commands": [{name: f"commands/{name}.md"} for name in COMMANDS]})
     return config
 
@@ -44,7 +52,27 @@ def on_files(files: Any, config: Any) -> Any:
         files.append(File.generated(config, name, abs_src_path=str(DOCS.parent / name)))
     for name in COMMANDS:
         files.append(File.generated(config, f"commands/{name}.md", content=command_page(name)))
+    for name, content in api_pages().items():
+        files.append(File.generated(config, f"api/{name}.md", content=content))
     return files
+
+
+def api_pages() -> dict[str, str]:
+    """A page for each name in api.md."""
+    found = _DIRECTIVE.findall((DOCS / "api.md").read_text())
+    return {
+        path.rpartition(".")[2]: f"::: {path}\n    options: {{heading_level: 1, {options}}}\n"
+        for path, options in found
+    }
+
+
+def api_line(directive: re.Match[str]) -> str:
+    """A link to a name's page, with the first sentence of its docstring."""
+    module, _, name = directive[1].rpartition(".")
+    tree = ast.parse((DOCS.parent / "src" / module.replace(".", "/")).with_suffix(".py").read_text())
+    node: Any = next(node for node in tree.body if getattr(node, "name", None) == name)
+    sentence = re.split(r"(?<=[.:;])\s", " ".join((ast.get_docstring(node) or "").split()), maxsplit=1)[0]
+    return f"- [`{name}`](api/{name}.md): {sentence.rstrip('.:;')}\n"
 
 
 def command_page(name: str) -> str:
@@ -62,6 +90,8 @@ def command_page(name: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links of pages of the root start there; a link to code, which is no page, becomes its path."""
     name = page.file.src_uri
+    if name == "api.md":
+        return _DIRECTIVE.sub(api_line, markdown)
     here = DOCS.parent if name in ROOT_PAGES else (DOCS / name).parent
 
     def rewrite(link: re.Match[str]) -> str:

@@ -82,7 +82,7 @@ class PrunedInputs:
 @dataclass
 class PruningOutput(ModelOutput):
     """
-    Goes before a native output class.
+    Fields that pruning adds to a native output class, which comes after this one.
 
     Attributes:
         task_loss: cross entropy of the next token, from a model with a head and with labels.

@@ -114,7 +114,7 @@ class MropeSettings(PruningSettings):
 @dataclass(kw_only=True, repr=False, eq=False)
 class TrainingSettings:
     r"""
-    What a model config says of training and of the shortened sequence.
+    Fields of a model config about training and the pruned sequence.
 
     temporal_loss_weight (`float`, *optional*, defaults to 1.0):
         Weight of the temporal loss in the total loss: 1.0 in the paper, 0.5 in the released training code.

@@ -29,13 +29,14 @@ def site(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def api(site) -> str:
-    return (site / "api" / "index.html").read_text()
+def api(site) -> dict[str, str]:
+    """The page of each name."""
+    return {page.parent.name: page.read_text() for page in site.glob("api/*/index.html")}
 
 
-def documented(api: str, path: str) -> str:
-    """What the page says of one name: from its heading to the next of the same rank."""
-    found = re.search(rf'<h3 id="{re.escape(path)}".*?(?=<h[23] |</article>)', api, re.S)
+def documented(api: dict[str, str], path: str) -> str:
+    """What the page of a name says, from its heading."""
+    found = re.search(rf'<h1 id="{re.escape(path)}".*?</article>', api.get(path.rpartition(".")[2], ""), re.S)
     return found[0] if found else ""
 
 
