@@ -191,7 +191,7 @@ WRONG: dict[str, tuple[Callable[[Turn, Any], Turn], str]] = {
     "another-beginning": (lambda turn, _: {"input_ids": turn["input_ids"] + 1}, "does not begin .* `past_key_values`"),
     "more-rows": (lambda turn, _: {n: turn[n].repeat(2, 1) for n in PER_TOKEN}, "does not begin .* `past_key_values`"),
     "nothing-new": (lambda turn, _: {n: turn[n][:, :-8] for n in PER_TOKEN}, r"`past_key_values` has already seen \d+"),
-    "no-cache": (lambda *_: {"use_cache": False}, "`use_cache=False` came with `past_key_values`"),
+    "no-cache": (lambda *_: {"use_cache": False}, "`use_cache=False` and `past_key_values`"),
     "copies": (lambda *_: {"num_beams": 1, "num_return_sequences": 2}, "num_return_sequences"),
     "assistant": (lambda _, model: {"assistant_model": model}, "`assistant_model` came with `past_key_values`"),
 }

@@ -174,7 +174,7 @@ def test_two_videos_in_one_text_are_refused(processor, clips):
 
 
 def test_tokenizer_without_the_special_tokens_is_refused():
-    with pytest.raises(ValueError, match=r"lacks tokens .*<frame_start>"):
+    with pytest.raises(ValueError, match=r"lacks image or video tokens, .*<frame_start>"):
         STTSProcessor(
             Molmo2ImageProcessor(),
             STTSVideoProcessor(),
