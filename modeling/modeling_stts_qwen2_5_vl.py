@@ -8,6 +8,7 @@ tubelets, so a video's may be ahead of those of the text that comes after it.
 
 from typing import Any, ClassVar
 
+import torch
 from transformers import GenerationMixin
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VLForConditionalGeneration,
@@ -18,7 +19,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from .configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from .mrope_stts import MropeBackbone
 from .outputs_stts import PruningHead
-from .plan_stts import PruningPlan
+from .plan_stts import PruningPlan, VideoFeatures
 from .vision_stts_qwen2_5_vl import STTSQwen2_5_VLVisionModel
 
 
@@ -29,7 +30,7 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
     visual: STTSQwen2_5_VLVisionModel
     native = Qwen2_5_VLModel
     tower = STTSQwen2_5_VLVisionModel
-    text_model = Qwen2_5_VLTextModel
+    text_class = Qwen2_5_VLTextModel
     parts: ClassVar[dict[str, str]] = {
         "language_model": "language_model",
         "visual": "vision_tower",
@@ -38,6 +39,12 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
     }
     video_inputs = ("pixel_values_videos", "second_per_grid_ts", "video_grid_thw")
     run_per_frame = False
+
+    def get_video_features(
+        self, pixel_values_videos: torch.Tensor, video_grid_thw: torch.Tensor | None = None, **kwargs: Any
+    ) -> tuple | VideoFeatures:
+        """As in `PruningBackbone`; grids come second, as in the native model."""
+        return super().get_video_features(pixel_values_videos, video_grid_thw=video_grid_thw, **kwargs)
 
     def plan_videos(self, vision: dict[str, Any]) -> PruningPlan:
         """As in `MropeBackbone`; second_per_grid_ts: (V,), or absent for a second each, as in the native model."""

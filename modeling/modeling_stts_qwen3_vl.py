@@ -27,7 +27,7 @@ class STTSQwen3VLModel(MropeBackbone, Qwen3VLModel):
     visual: STTSQwen3VLVisionModel
     native = Qwen3VLModel
     tower = STTSQwen3VLVisionModel
-    text_model = Qwen3VLTextModel
+    text_class = Qwen3VLTextModel
     parts: ClassVar[dict[str, str]] = {
         "language_model": "language_model",
         "visual": "vision_tower",

@@ -27,13 +27,13 @@ class MropeBackbone(PruningBackbone):
     """
     Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`.
 
-    native, tower, text_model: classes of the stock model, of `visual` and of `language_model`. run_per_frame: whether
+    native, tower, text_class: classes of the stock model, of `visual` and of `language_model`. run_per_frame: whether
     each frame of a video has a run of placeholders in the text, or all have one together.
     """
 
     native: ClassVar[Any]
     tower: ClassVar[Any]
-    text_model: ClassVar[Any]
+    text_class: ClassVar[Any]
     run_per_frame = True
     video_inputs: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
     image_inputs = ("pixel_values", "image_grid_thw")
@@ -48,7 +48,7 @@ class MropeBackbone(PruningBackbone):
     def __init__(self, config: Any):
         super(self.native, self).__init__(config)  # the native `__init__` would build the stock tower
         self.visual = self.tower(config.vision_config)
-        self.language_model = self.text_model(config.text_config)
+        self.language_model = self.text_class(config.text_config)
         self.post_init()
 
     def native_forward(self, mm_token_type_ids: torch.Tensor | None = None, **arguments: Any) -> Any:

@@ -1,6 +1,7 @@
 """What holds for every backbone, whatever its parts: a new one in `tests/backbones.py` is held to it too."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -215,6 +216,17 @@ def test_a_saved_model_is_loaded_as_it_was(backbone, any_model, tmp_path):
     loaded = type(any_model).from_pretrained(tmp_path)
     assert loaded.config.to_dict() | {"_name_or_path": ""} == any_model.config.to_dict()
     assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in any_model.state_dict().items())
+
+
+def test_video_features_take_their_arguments_in_the_native_order(backbone, any_model):
+    inputs, native = backbone.batch(ROWS, "left"), any_model.model.native.get_video_features
+    vision = {name: inputs[name] for name in any_model.model.video_inputs if name in inputs}
+    first = [name for name in inspect.signature(native).parameters if name in vision]
+    assert "pixel_values_videos" in first
+    others = {name: value for name, value in vision.items() if name not in first}
+    with torch.no_grad():
+        found = any_model.model.get_video_features(*(vision[name] for name in first), **others)
+        assert torch.equal(found.pooler_output[0], any_model.model.get_video_features(**vision).pooler_output[0])
 
 
 def test_settings_set_later_are_checked_by_the_next_call(backbone):
