@@ -18,6 +18,7 @@ DOCS = Path(__file__).parent
 ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 GUIDES = {
     "run": "tutorial_asking.md",
+    "explain": "explain.md",
     "predict": "predict.md",
     "calibrate": "budget.md",
     "visualize": "visualize.md",

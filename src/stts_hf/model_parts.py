@@ -1,9 +1,13 @@
 """The parts of an STTS model, bare or wrapped, as its backbone's attribute `parts` names them."""
 
+import copy
+import itertools
 import re
 from typing import Any
 
 from torch import nn
+
+from stts_hf.selectors import SELECTORS
 
 LANGUAGE_MODEL, VISION_TOWER, CONNECTOR, SCORER = "language_model", "vision_tower", "connector", "scorer"
 PARTS = (LANGUAGE_MODEL, VISION_TOWER, CONNECTOR, SCORER)
@@ -38,6 +42,20 @@ def module_of(model: nn.Module, part: str) -> Any:
 def is_scorer_trained(model: nn.Module) -> bool:
     """Whether the scorer was ever trained: the weights of its last layer start at zero."""
     return bool(module_of(model, SCORER).score_layer.weight.any())
+
+
+def usable_selectors(model: nn.Module) -> list[str]:
+    """Names of the selectors that a model can use, its own first; those that are learned need a trained scorer."""
+    own = find_backbone(model)[1].config.vision_config.selector
+    return list(dict.fromkeys([own, *(SELECTORS if is_scorer_trained(model) else SELECTORS.of_kind(False))]))
+
+
+def with_selector(model: Any, selector: str) -> Any:
+    """The model with the same weights and its own configuration, so that both can be used at once."""
+    shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
+    other = copy.deepcopy(model, shared)
+    other.config.vision_config.selector = selector
+    return other
 
 
 def parts_of(model: nn.Module) -> dict[str, str]:

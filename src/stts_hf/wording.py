@@ -1,7 +1,8 @@
 """Words that several rooms use: shares, which people write in three ways, and what a misspelt name may have meant."""
 
 import argparse
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 
 
 def percent(share: float) -> str:
@@ -21,6 +22,21 @@ def share(text: str) -> float:
             f"is {text}, but must be a share from 0 (drop nothing) to 1 (drop all), as 0.5 or 50%"
         )
     return value
+
+
+def spread(rounds: Sequence[float]) -> str:
+    """Median of rounds, with the lowest and the highest of several: "12.3 (11.9-13.0)"."""
+    median = f"{statistics.median(rounds):.1f}"
+    return median if len(rounds) < 2 else f"{median} ({min(rounds):.1f}-{max(rounds):.1f})"
+
+
+def speed(base: Sequence[float], ours: Sequence[float]) -> str:
+    """How many times as fast as `base`, by medians: "1.52x"; "rounds disagree" where not every round says which is."""
+    if not all(ours):
+        return ""
+    ratios = [one / other for one, other in zip(base, ours, strict=True)]
+    agree = min(ratios) > 1 or max(ratios) < 1
+    return f"{statistics.median(base) / statistics.median(ours):.2f}x" if agree else "rounds disagree"
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -29,8 +29,7 @@ def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of frames and of decoding processes."""
-    parser.add_argument("--max-fps", type=positive, metavar="R", help="maximum frame rate (default: checkpoint's)")
+    """Adds the options of decoding processes."""
     parser.add_argument(
         "--workers",
         type=natural,

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,21 @@ def find_checkpoint(checkpoint: str | None, revision: str | None = None) -> str:
             note("No --checkpoint: using stts-tiny, which knows a few shapes, colours and letters, and nothing else")
             return os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
     raise CommandError(f"--checkpoint is needed: a folder or Hub name. (Only a source checkout has {TINY}.)")
+
+
+def shown_name(checkpoint: str) -> str:
+    """What pages call a checkpoint: as it was given, without the folders of this machine."""
+    return Path(checkpoint).name if Path(checkpoint).is_absolute() else checkpoint
+
+
+def about_scorer(checkpoint: str, selectors: Iterable[str]) -> list[str]:
+    """A sentence beside pictures where the scorer has only seen synthetic clips."""
+    if Path(checkpoint).name != TINY.name or "scorer" not in selectors:
+        return []
+    return [
+        "The scorer of stts-tiny has only seen synthetic clips: on other videos it may keep the wrong blocks. "
+        "The selector cosine needs no training."
+    ]
 
 
 def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor":

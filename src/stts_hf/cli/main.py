@@ -15,6 +15,7 @@ from stts_hf.wording import did_you_mean
 # Each in the module of its name, which is imported when it is asked for.
 COMMANDS = {
     "run": "answer a question about a video and draw the dropped tokens",
+    "explain": "say why an answer is what it is: dropped, not sampled or seen, which blocks turn it, and what mends it",
     "predict": "answer prompts about many videos; a stopped run continues where it ended",
     "calibrate": "find the score threshold that keeps a given share of your videos' tokens",
     "visualize": "compare what selection methods keep of a video: contact sheets, dimmed videos, a web page",
@@ -30,6 +31,7 @@ COMMANDS = {
 _SMALLER = "fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"
 LESS_MEMORY = {
     "run": _SMALLER,
+    "explain": _SMALLER,
     "visualize": _SMALLER,
     "predict": f"a smaller --batch-size, {_SMALLER}",
     "calibrate": "fewer --num-frames or --dtype bfloat16",

@@ -27,6 +27,7 @@ def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], needs: s
 count = _number(int, lambda value: value >= 1, "at least 1")
 natural = _number(int, lambda value: value >= 0, "at least 0")
 positive = _number(float, lambda value: 0 < value < math.inf, "above 0")
+seconds = _number(float, lambda value: 0 <= value < math.inf, "at least 0")
 
 
 def device_name(text: str) -> str:
@@ -95,6 +96,7 @@ def add_running_options(parser: argparse.ArgumentParser, *, selector: bool = Tru
     """Adds options of revision, frames, device, and optionally of selector and downloads."""
     parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
     parser.add_argument("--num-frames", type=count, metavar="N", help="maximum frames (default: checkpoint's)")
+    parser.add_argument("--max-fps", type=positive, metavar="R", help="maximum frame rate (default: checkpoint's)")
     parser.add_argument(
         "--device", type=device_name, default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ..."
     )

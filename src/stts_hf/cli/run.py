@@ -56,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
         model = predictor.model
         variants = compare_with_stock(predictor.rule, model.config.vision_config.selector)
-        print_times(time_prompts(model, prepared.inputs, variants))
+        print_times(time_prompts(model, prepared.inputs, variants), model.num_parameters())
     return 0
 
 
@@ -84,16 +84,25 @@ def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", 
 
 
 def generate(
-    arguments: argparse.Namespace, predictor: "Predictor", prepared: "Prepared", selector: str = ""
+    arguments: argparse.Namespace,
+    predictor: "Predictor",
+    prepared: "Prepared",
+    selector: str = "",
+    *,
+    whole: bool = False,
 ) -> "Answer":
-    """Returns the greedy answer. selector: named in the progress message."""
+    """Returns the greedy answer. selector: named in the progress message. whole: whether nothing is dropped."""
+    from dataclasses import replace
+
     from stts_hf.inference.generate import answer_prepared
     from stts_hf.inference.requests import Prepared
-    from stts_hf.keeping import in_words
+    from stts_hf.keeping import KeepRule, in_words
 
+    rule = KeepRule(0.0) if whole else predictor.rule
+    prepared = replace(prepared, rule=rule) if whole else prepared
     by = f" by {selector}" if selector else ""
     with (
-        stage(f"Answering, {in_words(predictor.rule)}{by}"),
+        stage(f"Answering, {in_words(rule)}{by}"),
         progress_bar(arguments.max_new_tokens, "token") as bar,
         refused(),
     ):

@@ -1,21 +1,36 @@
-"""Times of a prompt: by the stock model and by STTS, with nothing dropped and pruned."""
+"""What a prompt costs by the stock model and by STTS, unpruned and pruned: tokens, cache, FLOPs, and times."""
 
-import statistics
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, StageRecorder
+from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, FlopClock, StageRecorder
 from stts_hf.benchmark.models import stock_twin
-from stts_hf.cli.progress import progress_bar, stage
+from stts_hf.cli.checkpoint_options import SMALL
+from stts_hf.cli.progress import note, progress_bar, stage
 from stts_hf.inference.generate import inputs_for
 from stts_hf.keeping import KeepRule, in_words, rule_arguments
+from stts_hf.wording import speed, spread
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 STOCK = "stock model"
 Variants = Mapping[str, tuple[KeepRule, str]]  # how many blocks stay and selector, by name
+
+
+@dataclass
+class Cost:
+    """
+    Of a prompt. tokens: in the cache. cache_bytes: of keys and values. flops: by `COLUMNS`. rounds: milliseconds of
+    each pass by `COLUMNS`, in the order in which the variants took turns.
+    """
+
+    tokens: int = 0
+    cache_bytes: int = 0
+    flops: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=lambda: {column: [] for column in COLUMNS})
 
 
 def compare_with_stock(rule: KeepRule, selector: str) -> Variants:
@@ -26,35 +41,58 @@ def compare_with_stock(rule: KeepRule, selector: str) -> Variants:
 
 def time_prompts(
     model: PreTrainedModel, inputs: Mapping[str, Any], variants: Variants, repeats: int = 3
-) -> dict[str, list[float]]:
-    """Medians in milliseconds, one for each of `COLUMNS`, of stock and each variant in turns, after a warm-up."""
+) -> dict[str, Cost]:
+    """What stock and each variant cost: a warm-up that counts, then `repeats` rounds in which they take turns."""
     inputs = inputs_for(model, inputs)
     stock = stock_twin(model)
-    rounds: dict[str, list[list[float]]] = {name: [] for name in (STOCK, *variants)}
+    costs = {name: Cost() for name in (STOCK, *variants)}
+
+    def run(name: str, clock: Clock) -> tuple[dict[str, float], Any]:
+        timed, options = stock, dict[str, Any]()
+        if name != STOCK:
+            timed = model
+            rule, model.config.vision_config.selector = variants[name]
+            options = rule_arguments(rule)
+        with StageRecorder(timed, clock) as recorder, torch.no_grad():
+            output = timed(**inputs, **options, logits_to_keep=1, use_cache=True)
+        return recorder.stages(), output.past_key_values
+
     with (
         stage(f"Timing {repeats} prompts of each variant, after a warm-up"),
-        progress_bar(len(rounds) * (repeats + 1), "pass") as bar,
+        progress_bar(len(costs) * (repeats + 1), "pass") as bar,
     ):
-        for name in [*rounds] * (repeats + 1):
-            timed, options = stock, dict[str, Any]()
-            if name != STOCK:
-                timed = model
-                rule, model.config.vision_config.selector = variants[name]
-                options = rule_arguments(rule)
-            with StageRecorder(timed, Clock(model.device)) as recorder, torch.no_grad():
-                timed(**inputs, **options, logits_to_keep=1, use_cache=True)
-            stages = recorder.stages()
-            rounds[name].append([1000 * stages[column] for column in COLUMNS.values()])
+        for name, cost in costs.items():
+            clock = FlopClock()
+            with clock.counter:
+                stages, cache = run(name, clock)
+            cost.flops = {column: int(stages[part]) for column, part in COLUMNS.items()}
+            cost.tokens = int(cache.get_seq_length())
+            cost.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
             bar.update()
-    return {name: list(map(statistics.median, zip(*found[1:], strict=True))) for name, found in rounds.items()}
+        for name in [*costs] * repeats:
+            stages, _ = run(name, Clock(model.device))
+            for column, part in COLUMNS.items():
+                costs[name].rounds[column].append(1000 * stages[part])
+            bar.update()
+    return costs
 
 
-def print_times(times: Mapping[str, list[float]]) -> None:
-    """Prints the medians, each with its ratio to the first variant's."""
-    print(f"\n{'median, ms':<22}" + "".join(f"{column:>20}" for column in COLUMNS))
-    stock = next(iter(times.values()))
-    for name, measured in times.items():
-        cells = (
-            f"{ours:.1f} ({base / ours:.2f}x)" if ours else "-" for ours, base in zip(measured, stock, strict=True)
-        )
-        print(f"{name:<22}" + "".join(f"{cell:>20}" for cell in cells))
+def print_times(costs: Mapping[str, Cost], num_parameters: int) -> None:
+    """Prints what is certain (tokens, cache, FLOPs with the share that is saved), then the spread of times."""
+    stock = next(iter(costs.values()))
+    print(f"\n{'':<22}{'prompt tokens':>16}{'cache, KiB':>14}" + "".join(f"{f'GFLOP, {name}':>28}" for name in COLUMNS))
+    for name, cost in costs.items():
+        cells = f"{cost.tokens:>16,}{cost.cache_bytes / 1024:>14,.0f}"
+        for column, flops in cost.flops.items():
+            saved = f" ({flops / stock.flops[column] - 1:+.0%})" if cost is not stock and stock.flops[column] else ""
+            cells += f"{f'{flops / 1e9:.3g}{saved}':>28}"
+        print(f"{name:<22}{cells}")
+    print(f"\n{'median, ms (spread)':<22}" + "".join(f"{column:>36}" for column in COLUMNS))
+    for name, cost in costs.items():
+        cells = ""
+        for column, rounds in cost.rounds.items():
+            beside = "" if cost is stock else f" {speed(stock.rounds[column], rounds)}"
+            cells += f"{spread(rounds) + beside:>36}"
+        print(f"{name:<22}{cells}")
+    if num_parameters < SMALL:
+        note("The model is too small to gain time: its passes cost more overhead than arithmetic. FLOPs show the gain.")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stts_hf.cli.checkpoint_options import about_scorer, shown_name
 from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import add_model_options, check_writable, natural
 from stts_hf.cli.progress import note, print_lines, stage
@@ -13,11 +14,13 @@ from stts_hf.cli.run import FRAME_SIDE, check_video, generate, open_video
 from stts_hf.selectors import SELECTORS
 
 if TYPE_CHECKING:
+    from stts_hf.cli.stock_times import Cost
     from stts_hf.inference.requests import Answer
 
 QUESTION = "What happens in this video?"
 PAGE = "report.html"
 DPI = 160
+WHOLE = "nothing dropped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,11 +72,12 @@ def execute(arguments: argparse.Namespace) -> int:
     notes = []
     if selectors == untrained and not arguments.selectors:
         notes = ["The checkpoint has no trained scorer: only selectors without training are shown."]
-    answers = {}
+    notes += about_scorer(arguments.checkpoint, selectors)
+    answers = {WHOLE: generate(arguments, predictor, prepared, whole=True)}
     for name in selectors:
         model.config.vision_config.selector = name
         answers[name] = generate(arguments, predictor, prepared, name)
-    times: dict[str, list[float]] = {}
+    times: dict[str, Cost] = {}
     if arguments.repeats:
         from stts_hf.cli.stock_times import time_prompts
 
@@ -81,7 +85,7 @@ def execute(arguments: argparse.Namespace) -> int:
         times = time_prompts(model, prepared.inputs, variants, arguments.repeats)
     facts = {
         "video": Path(arguments.video).name,
-        "checkpoint": arguments.checkpoint,
+        "checkpoint": shown_name(arguments.checkpoint),
         "dropped": in_words(predictor.rule).removesuffix(" dropped"),
         "frames": f"{begun.num_frames} of {begun.duration:.2f} s",
         "device": f"{model.device}, {str(model.dtype).removeprefix('torch.')}",
@@ -89,7 +93,7 @@ def execute(arguments: argparse.Namespace) -> int:
     wrong = f"--output {arguments.output} is not written, and nothing of it is left: "
     with refused(wrong, OSError, ValueError), atomic_folder(arguments.output) as folder:
         write_files(folder, answers, times, facts, notes)
-    print_findings(answers, times, arguments.output)
+    print_findings(answers, times, arguments.output, model.num_parameters())
     return 0
 
 
@@ -112,14 +116,14 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
 def write_files(
     folder: Path,
     answers: Mapping[str, "Answer"],
-    times: Mapping[str, list[float]],
+    times: Mapping[str, "Cost"],
     facts: Mapping[str, str],
     notes: Sequence[str],
 ) -> None:
     """Writes all files. Raises `ValueError` if the video cannot be read again, and `OSError`."""
     import torch
 
-    from stts_hf.cli.stock_times import COLUMNS, STOCK
+    from stts_hf.cli.stock_times import STOCK
     from stts_hf.visualize.contact_sheet import contact_sheet
     from stts_hf.visualize.figures import comparison
     from stts_hf.visualize.frames import read_frames
@@ -127,8 +131,9 @@ def write_files(
     from stts_hf.visualize.overlay import write_overlays
 
     first = next(iter(answers.values()))
-    masks = {name: answer.keep_mask for name, answer in answers.items() if answer.keep_mask is not None}
-    scores = {name: answer.token_scores for name, answer in answers.items() if answer.token_scores is not None}
+    pruned = {name: answer for name, answer in answers.items() if name != WHOLE}
+    masks = {name: answer.keep_mask for name, answer in pruned.items() if answer.keep_mask is not None}
+    scores = {name: answer.token_scores for name, answer in pruned.items() if answer.token_scores is not None}
     where: dict[str, Any] = {"grid": first.grid, "timestamps": first.timestamps, "tubelet": first.tubelet}
     with stage("Drawing contact sheets and figures"):
         frames = read_frames(first.video, first.timestamps, FRAME_SIDE)
@@ -142,13 +147,15 @@ def write_files(
         overlays: dict[Any, Any] = {folder / f"overlay.{name}.mp4": mask for name, mask in masks.items()}
         write_overlays(first.video, overlays | {clip: torch.ones_like(masks[next(iter(masks))])}, **where)
     with stage("Writing the page"):
-        by_column = {name: dict(zip(COLUMNS, found, strict=True)) for name, found in times.items()}
+        by_column = {name: cost.rounds for name, cost in times.items()}
         given: dict[str, Any] = {"facts": facts, "times": by_column, "notes": notes, "clip": clip.read_bytes()}
         write_report(folder / PAGE, frames, answers, baseline=by_column.get(STOCK), **given)
         clip.unlink()
 
 
-def print_findings(answers: Mapping[str, "Answer"], times: Mapping[str, list[float]], output: Path) -> None:
+def print_findings(
+    answers: Mapping[str, "Answer"], times: Mapping[str, "Cost"], output: Path, num_parameters: int
+) -> None:
     """Prints answers, counts, times, and the page's path."""
     first = next(iter(answers.values()))
     print_lines(question=first.question)
@@ -158,6 +165,6 @@ def print_findings(answers: Mapping[str, "Answer"], times: Mapping[str, list[flo
     if times:
         from stts_hf.cli.stock_times import print_times
 
-        print_times(times)
+        print_times(times, num_parameters)
         print()
     print_lines(page=str(output / PAGE))

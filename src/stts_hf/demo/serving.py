@@ -1,9 +1,7 @@
 """Builds the page for a model, and serves it."""
 
 import atexit
-import copy
 import functools
-import itertools
 import os
 import shutil
 import sys
@@ -15,8 +13,7 @@ from typing import Any, NoReturn
 import gradio as gr
 
 from stts_hf.inference.assistant import VideoAssistant
-from stts_hf.model_parts import is_scorer_trained
-from stts_hf.selectors import SELECTORS
+from stts_hf.model_parts import usable_selectors, with_selector
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .app import OF_SAMPLE, Answer, Page
@@ -50,9 +47,9 @@ def build(
     write_sample_clip(sample)
     if on_gpu is None:  # warm-up, so that no visitor measures it
         assistant.answer(str(sample), OF_SAMPLE[0], processing=processing, max_new_tokens=1)
-    answerer = Answerer(
-        {name: with_selector(assistant, name) for name in selectors(assistant)}, limits or Limits(), processing
-    )
+    models = {name: with_selector(assistant.model, name) for name in usable_selectors(assistant.model)}
+    assistants = {name: VideoAssistant(model, assistant.processor) for name, model in models.items()}
+    answerer = Answerer(assistants, limits or Limits(), processing)
     return Page(answerer, sample, about, on_gpu)
 
 
@@ -113,17 +110,3 @@ def end_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
-
-
-def selectors(assistant: VideoAssistant) -> list[str]:
-    """Available selectors, the model's own first; an untrained scorer is left out."""
-    own = assistant.model.config.vision_config.selector
-    return list(dict.fromkeys([own, *(SELECTORS if is_scorer_trained(assistant.model) else SELECTORS.of_kind(False))]))
-
-
-def with_selector(assistant: VideoAssistant, selector: str) -> VideoAssistant:
-    """An assistant with the same weights and its own configuration, so that both can answer at once."""
-    shared = {id(tensor): tensor for tensor in itertools.chain(assistant.model.parameters(), assistant.model.buffers())}
-    model = copy.deepcopy(assistant.model, shared)
-    model.config.vision_config.selector = selector
-    return VideoAssistant(model, assistant.processor)

@@ -15,6 +15,7 @@ from stts_hf.modeling.settings_stts import take_given
 
 from .clip import AnswerStream, Clip
 from .engine import answer_videos
+from .explain import Explanation, explain
 from .generate import generate_options
 from .inputs import ENDINGS
 from .requests import Answer
@@ -180,3 +181,21 @@ class VideoAssistant:
             raise TypeError(f"{name} is {options[name]!r}, but `watch` generates nothing. Pass it to `ask`.")
         keep = {"pruning_ratio": pruning_ratio, **options}
         return Clip(self.model, self.processor, video, processing=processing, **keep)
+
+    def explain(
+        self, video: Any, question: str, *, expected: str | None = None, at: float | None = None, **options: Any
+    ) -> Explanation:
+        """
+        Why the answer to a question is what it is: what it is with nothing dropped and by other selectors, which blocks
+        turn it, and which setting mends it (docs/explain.md). Costs at most ten answers with nothing dropped.
+
+        Args:
+            expected: the right answer; by default the one with nothing dropped.
+            at: a moment that matters, in seconds.
+            options: `max_new_tokens` (64), `processing`, and what says how many blocks stay.
+
+        Raises:
+            ValueError: nothing is dropped of the video; `at` is behind its end; and as `answer`.
+        """
+        check_one_video(video)
+        return explain(self.model, self.processor, video, question, expected=expected, at=at, **options)

@@ -13,13 +13,14 @@ from PIL import Image, ImageOps
 Array = np.ndarray | torch.Tensor
 DIMMED_BLACK, DIMMED_WHITE = (18, 20, 28), (110, 112, 120)
 BORDER = (200, 210, 225)
+HATCH = 24  # lines along a frame's longer side, which show dropped blocks of dark pictures
 ROUNDING = 1e-6  # seconds
 
 
 def dim_dropped_blocks(
     frame: np.ndarray, keep: np.ndarray, grid: tuple[int, int], size: tuple[int, int] | None = None
 ) -> Image.Image:
-    """A frame `(H, W, 3)`, of this size, its blocks that are not in `keep` `(n,)` dark and grey, with a border."""
+    """A frame `(H, W, 3)`, of this size, its blocks that are not in `keep` `(n,)` dark, grey and hatched."""
     image = Image.fromarray(np.ascontiguousarray(frame))
     if size is not None:
         image = image.resize(size, Image.Resampling.LANCZOS)
@@ -27,6 +28,9 @@ def dim_dropped_blocks(
     mask = Image.fromarray(keep.reshape(grid)).resize(image.size, Image.Resampling.NEAREST)  # blocks need not divide it
     tile = Image.composite(image, dimmed, mask)
     kept = np.asarray(mask)  # (H, W)
+    step, (rows, columns) = max(8, max(kept.shape) // HATCH), np.ogrid[: kept.shape[0], : kept.shape[1]]
+    lines = ~kept & ((rows + columns) % step < max(1, step // 12))
+    tile.paste(Image.blend(tile, Image.new("RGB", tile.size, BORDER), 0.3), mask=Image.fromarray(lines))
     border = np.zeros_like(kept)
     border[1:] |= kept[1:] != kept[:-1]
     border[:, 1:] |= kept[:, 1:] != kept[:, :-1]

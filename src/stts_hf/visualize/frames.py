@@ -20,8 +20,17 @@ def read_frames(video: Any, timestamps: Sequence[float], longest_side: int) -> n
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
     with VideoFile(video) as file:
         shown = on_screen(file, timestamps)
-        frames, _ = file.read(shown, fit(*measure(file, shown), longest_side))
+        frames, _ = file.read(shown, fit(*shown_size(file, shown), longest_side))
     return frames.permute(0, 2, 3, 1).numpy()
+
+
+def shown_size(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
+    """Height and width of frames as players show them: `measure`, where pixels are square."""
+    height, width = measure(file, indices)
+    stream, codec = file._stream, file._codec  # noqa: SLF001 - the model sees pixels as they are stored
+    aspect = float(stream.sample_aspect_ratio or 1)
+    is_turned = height != width and (height, width) == (codec.width, codec.height)
+    return (round(height * aspect), width) if is_turned else (height, round(width * aspect))
 
 
 def on_screen(file: VideoFile, timestamps: Sequence[float]) -> list[int]:

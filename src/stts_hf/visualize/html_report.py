@@ -14,6 +14,7 @@ from PIL import Image
 
 from stts_hf.inference.requests import Answer
 from stts_hf.selectors import SELECTORS
+from stts_hf.wording import speed, spread
 
 from .dimming import Array, as_array, check_outputs
 from .figures import SCORES, colour_of, score_range
@@ -30,8 +31,8 @@ def write_report(
     answers: Mapping[str, Answer],
     *,
     facts: Mapping[str, str],
-    times: Mapping[str, Mapping[str, float]] | None = None,
-    baseline: Mapping[str, float] | None = None,
+    times: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
+    baseline: Mapping[str, Sequence[float]] | None = None,
     notes: Sequence[str] = (),
     clip: bytes = b"",
 ) -> None:
@@ -43,7 +44,7 @@ def write_report(
         frames: `(F, H, W, 3)` uint8, the sampled frames at the size in which they are shown.
         answers: by selector, all of one video and question.
         facts: about the run, such as `{"video": "clip.mp4", "checkpoint": "my-stts"}`; all text is escaped.
-        times: by selector, in milliseconds, such as `{"vision tower": 12.3}`.
+        times: by selector, milliseconds of each round, such as `{"vision tower": [12.3, 11.9]}`.
         baseline: the same times of the stock model.
         notes: sentences for the reader, such as why a selector is missing.
         clip: an MP4 of the video that a browser plays, shown where it is small enough; else the frames are played.
@@ -56,7 +57,7 @@ def write_report(
     selectors = [_selector(name, answer, frames) | {"times": times.get(name, {})} for name, answer in answers.items()]
     answer = next(iter(answers.values()))
     data = {
-        "frames": _as_jpeg(frames),
+        "frames": as_jpeg(frames),
         "clip": _in_base64(clip) if len(clip) <= MOST_OF_CLIP else "",
         "height": frames.shape[1],
         "width": frames.shape[2],
@@ -68,11 +69,16 @@ def write_report(
         "selectors": [{key: entry[key] for key in ("name", "mask", "scores")} for entry in selectors],
         "colours": (255 * matplotlib.colormaps[SCORES](np.linspace(0, 1, 32))[:, :3]).round().astype(int).tolist(),
     }
+    given = {"answer": answer, "facts": facts, "notes": notes, "selectors": selectors, "data": data}
+    page = render(TEMPLATE, given | {"baseline": baseline or {}, "spread": spread, "speed": speed})
+    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+
+
+def render(template: str, given: Mapping[str, Any]) -> str:
+    """A page of this folder's template; all text is escaped."""
     loader = jinja2.PackageLoader("stts_hf", "visualize")
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    given = {"answer": answer, "facts": facts, "notes": notes, "selectors": selectors, "data": data}
-    page = environment.get_template(TEMPLATE).render(given, baseline=baseline or {})
-    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    return environment.get_template(template).render(given)
 
 
 def _selector(name: str, answer: Answer, frames: np.ndarray) -> dict[str, Any]:
@@ -96,7 +102,7 @@ def _selector(name: str, answer: Answer, frames: np.ndarray) -> dict[str, Any]:
     }
 
 
-def _as_jpeg(frames: np.ndarray) -> list[str]:
+def as_jpeg(frames: Sequence[np.ndarray] | np.ndarray) -> list[str]:
     """The frames in base64, in the best quality in which all of them are small enough."""
     for quality, joined in QUALITIES:
         files = [io.BytesIO() for _ in frames]

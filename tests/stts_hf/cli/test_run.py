@@ -68,7 +68,9 @@ def test_another_backbone_takes_the_same_command(run, other):
     assert status == 0
     assert re.search(rf"^frames: +4 sampled from 0\.00 s to {last}0 s of a video of 2\.00 s$", out, re.M)
     assert re.search(r"^video tokens: +24 of 48 kept", out, re.M)
-    assert re.search(r"^stock model .*\(1\.00x\)", out, re.M)
+    reach, whole = re.search(r"^prompt: +(\d+) of (\d+) tokens", out, re.M).groups()
+    assert re.search(rf"^stock model +{whole} ", out, re.M)
+    assert re.search(rf"^STTS, 50% dropped +{reach} .*\(-\d+%\)$", out, re.M)
     with Image.open(sheet) as image:
         assert image.width > 600
     # ceil(2 / (1 - 0.5)) = 4
@@ -93,11 +95,17 @@ def test_an_address_is_read_only_where_that_is_allowed(run):
 
 def test_times_compare_the_stock_model_with_and_without_dropping(run):
     _, out, err, _ = run("--time")
-    rows = [line for line in out.splitlines() if line.startswith(("stock", "STTS"))]
-    assert [re.split(r"\s{2,}", row)[0] for row in rows] == ["stock model", "STTS, none dropped", "STTS, 50% dropped"]
-    for row in rows:
-        assert len(re.findall(r"\d+\.\d \(\d+\.\d\dx\)", row)) == 3
-    assert rows[0].count("(1.00x)") == 3
+    rows = [re.split(r"\s{2,}", line) for line in out.splitlines() if line.startswith(("stock", "STTS"))]
+    assert [row[0] for row in rows] == 2 * ["stock model", "STTS, none dropped", "STTS, 50% dropped"]
+    reach, whole = re.search(r"^prompt: +(\d+) of (\d+) tokens", out, re.M).groups()
+    assert [row[1] for row in rows[:3]] == [whole, whole, reach]  # what is certain comes first
+    assert int(rows[2][2]) < int(rows[0][2])  # bytes of the cache
+    assert all(re.fullmatch(r"\S+ \(-\d+%\)", cell) for cell in rows[2][3:])
+    for row in rows[3:]:
+        cells = [re.fullmatch(r"\d+\.\d \(\d+\.\d-\d+\.\d\)( \d+\.\d\dx| rounds disagree)?", cell) for cell in row[1:]]
+        assert len(cells) == 3
+        assert all(cell is not None and bool(cell[1]) == (row is not rows[3]) for cell in cells)
+    assert "too small to gain time" in err
     assert "\r" not in err  # no progress bar in a log
 
 

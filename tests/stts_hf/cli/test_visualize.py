@@ -82,7 +82,11 @@ def test_the_page_holds_what_the_model_keeps_with_each_selector(shown, clip):
     """Compared with a model that is loaded for each of them."""
     page = Page(shown.folder / "report.html")
     processor = AutoProcessor.from_pretrained(shown.checkpoint)
-    for entry in page.data["selectors"]:
+    whole, *pruned = page.data["selectors"]
+    assert whole["name"] == "nothing dropped"
+    assert set(base64.b64decode(whole["mask"])) == {1}
+    assert str(shown.checkpoint) not in page.source
+    for entry in pruned:
         model = AutoModelForMultimodalLM.from_pretrained(shown.checkpoint, selector=entry["name"]).eval()
         (answer,) = answer_videos(
             model, processor, [str(clip)], QUESTION, max_new_tokens=3, processing={"num_frames": 4}
@@ -101,10 +105,11 @@ def test_the_page_holds_what_the_model_keeps_with_each_selector(shown, clip):
 
 
 def test_the_times_of_the_page_are_those_printed(shown):
-    printed = {line.split("  ")[0]: line for line in shown.printed.splitlines()}
+    after = shown.printed.partition("median, ms")[2]
+    printed = {line.split("  ")[0]: line for line in after.splitlines()}
     cells = [text for text in Page(shown.folder / "report.html").texts["td"] if re.fullmatch(r"\d+\.\d", text.strip())]
     for name in ("stock model", "scorer", "cosine", "random"):
-        times = re.findall(r"(\d+\.\d) \(", printed[name])
+        times = re.findall(r" (\d+\.\d)(?= |$)", printed[name])
         assert len(times) == 3
         assert set(times) <= {cell.strip() for cell in cells}
 
@@ -117,7 +122,13 @@ def test_without_a_trained_scorer_the_others_are_shown(run, processor, tmp_path,
     processor.save_pretrained(tmp_path / kind)
     status, out, _, folder = run(checkpoint=tmp_path / kind, selector="")
     assert status == 0
-    assert [line.split(":")[0] for line in out.splitlines()] == ["question", "cosine", "random", "page"]
+    assert [line.split(":")[0] for line in out.splitlines()] == [
+        "question",
+        "nothing dropped",
+        "cosine",
+        "random",
+        "page",
+    ]
     assert "has no trained scorer" in "".join(Page(folder / "report.html").texts["p"])
     shutil.rmtree(folder)
     status, out, last, _ = run(checkpoint=tmp_path / kind, selector="cosine scorer")

@@ -4,13 +4,13 @@ import re
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import pytest
 import torch
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.inference.assistant import VideoAssistant
+from stts_hf.model_parts import usable_selectors, with_selector
 from tests.checkpoints import TINY
 from tests.conftest import REPOSITORY
 from tests.stts_hf.demo.conftest import WITHOUT_GRADIO
@@ -29,19 +29,14 @@ SPACE = REPOSITORY / "examples" / "space"
     ids=["scorer", "random", "untrained"],
 )
 def test_a_selector_can_be_chosen_where_the_checkpoint_has_it(trained, own, offered):
-    from stts_hf.demo.serving import selectors
-
     model = STTSForConditionalGeneration.from_pretrained(TINY, selector=own)
     if not trained:
         torch.nn.init.zeros_(model.model.vision_tower.scorer.score_layer.weight)
-    no_processor: Any = None
-    assert selectors(VideoAssistant(model, no_processor)) == offered
+    assert usable_selectors(model) == offered
 
 
 def test_another_selector_shares_the_weights_and_not_the_configuration(assistant, video):
-    from stts_hf.demo.serving import with_selector
-
-    other = with_selector(assistant, "cosine")
+    other = VideoAssistant(with_selector(assistant.model, "cosine"), assistant.processor)
     pairs = zip(assistant.model.parameters(), other.model.parameters(), strict=True)
     assert all(mine is theirs for mine, theirs in pairs)
     kept = [one.watch(str(video), pruning_ratio=0.5).keep_mask for one in (assistant, other)]

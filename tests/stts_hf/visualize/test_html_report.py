@@ -81,8 +81,8 @@ def noise(frames: int, height: int = 60, width: int = 80) -> np.ndarray:
 
 
 def write(path: Path, found, frames: np.ndarray, **options: Any) -> Page:
-    times = {name: {"total": 100.0 / place} for place, name in enumerate(found, 1)}
-    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "times": times, "baseline": {"total": 200.0}}
+    times = {name: {"total": [100.0 / place]} for place, name in enumerate(found, 1)}
+    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "times": times, "baseline": {"total": [200.0]}}
     write_report(path, frames, found, **(given | options))
     return Page(path)
 
@@ -114,6 +114,13 @@ def test_counts_and_times_stand_in_its_tables(tmp_path):
     for answer in found.values():
         for number in answer.keep_mask.sum(-1).tolist():
             assert str(number) in cells
+
+
+def test_times_have_their_spread_and_a_ratio_where_all_rounds_agree(tmp_path):
+    times = {"scorer": {"total": [90.0, 100.0, 190.0]}, "cosine": {"total": [150.0, 210.0, 100.0]}}
+    page = write(tmp_path / "report.html", answers(), noise(5), times=times, baseline={"total": [200.0] * 3})
+    cells = [text.strip() for text in page.texts["td"] + page.texts["small"]]
+    assert {"100.0 (90.0-190.0)", "(2.00x)", "150.0 (100.0-210.0)", "(rounds disagree)"} <= {*cells}
 
 
 def test_it_loads_nothing(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from stts_hf.visualize import overlay
+from stts_hf.visualize.frames import read_frames
 from stts_hf.visualize.overlay import write_overlays
 from tests.clips import decode_everything, set_display_matrix, shown_at, write_clip
 
@@ -34,6 +35,8 @@ def expected(frame: np.ndarray, keep: np.ndarray) -> np.ndarray:
     """By another way than the code's: brightness (ITU-R 601) of dropped blocks squeezed between two dark greys."""
     grey = frame @ np.array([0.299, 0.587, 0.114])
     dark = np.array([18, 20, 28]) + grey[..., None] / 255 * (np.array([110, 112, 120]) - [18, 20, 28])
+    rows, columns = np.indices(grey.shape)  # lines 8 pixels apart
+    dark = np.where((rows + columns)[..., None] % 8 == 0, 0.7 * dark + 0.3 * np.array([200, 210, 225]), dark)
     dropped = np.repeat(np.repeat(~keep.reshape(GRID), 32, axis=0), 32, axis=1)
     return np.where(dropped[..., None], dark, frame)
 
@@ -77,6 +80,23 @@ def test_sides_are_even_and_bounded_and_a_turned_video_is_upright(tmp_path):
     write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(1)}, GRID, [0.0], longest_side=65)
     # 128 x 96 upright is 96 wide and 128 high: 65 x 48.75, rounded to even.
     assert decode_everything(tmp_path / "overlay.mp4")[1][0].shape == (64, 48, 3)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_pixels_that_are_not_square_are_stretched_as_players_stretch_them(tmp_path, turned):
+    with av.open(str(tmp_path / "clip.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=5)
+        stream.width, stream.height, stream.pix_fmt = 64, 96, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = Fraction(2)
+        for _ in range(2):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.zeros((96, 64, 3), np.uint8), format="rgb24")))
+        container.mux(stream.encode(None))
+    if turned:
+        set_display_matrix(tmp_path / "clip.mp4", (0, 1, -1, 0))
+    write_overlays(tmp_path / "clip.mp4", {tmp_path / "overlay.mp4": some_masks(1)}, GRID, [0.0])
+    size = (128, 96) if turned else (96, 128)
+    assert decode_everything(tmp_path / "overlay.mp4")[1][0].shape[:2] == size
+    assert read_frames(tmp_path / "clip.mp4", [0.0], 640).shape[1:3] == size
 
 
 def test_fast_and_long_videos_get_fewer_frames_and_keep_the_sampled_ones(tmp_path, monkeypatch):

@@ -1,0 +1,67 @@
+"""`stts-hf explain VIDEO "question"`: why the answer is what it is, and which setting mends it."""
+
+import argparse
+from pathlib import Path
+
+from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint, shown_name
+from stts_hf.cli.errors import CommandError, need_extras, refused
+from stts_hf.cli.options import add_model_options, check_output, is_url, processing, seconds
+from stts_hf.cli.progress import print_lines, stage
+from stts_hf.cli.run import FRAME_SIDE, check_video
+
+PAGE = Path("explanation.html")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "videos", metavar="VIDEO", nargs="*", help="video file, or an http(s) address with --allow-urls"
+    )
+    parser.add_argument("question", metavar="QUESTION", help="question about the video")
+    parser.add_argument("--expected", metavar="TEXT", help="right answer (default: the answer with nothing dropped)")
+    parser.add_argument("--at", type=seconds, metavar="SECONDS", help="moment of the video that the question is about")
+    add_model_options(parser, max_new_tokens=64)
+    parser.add_argument("--output", type=Path, default=PAGE, metavar="PATH", help=f"page to write (default: {PAGE})")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Runs the command; raises `CommandError` for a user error."""
+    if len(arguments.videos) != 1:
+        number = f"got {len(arguments.videos)}" if arguments.videos else "pruning drops tokens of videos alone"
+        raise CommandError(f"VIDEO must be one video before the question: {number}")
+    (video,) = arguments.videos
+    check_video(video, arguments.allow_urls)
+    check_output(arguments.output, [video], (".html",))
+    need_extras("The page needs one more", "visualize")
+    predictor = open_checkpoint(arguments)
+    from stts_hf.checkpoints.atomic_folder import atomic_file
+    from stts_hf.inference.explain import explain
+    from stts_hf.keeping import rule_arguments
+    from stts_hf.video.sources import download, download_limits
+    from stts_hf.visualize.explanation import commands, sentences, settings_of, write_explanation
+    from stts_hf.visualize.frames import read_frames
+
+    model, source = load_weights(arguments, predictor), video
+    with refused("", ValueError, OSError):
+        if is_url(video):
+            with stage(f"Downloading {video}"):
+                source = download(video, *download_limits(predictor.processor))
+        with stage("Answering with other settings, and with other blocks"):
+            options = {"max_new_tokens": arguments.max_new_tokens, **rule_arguments(predictor.rule)}
+            options |= {"expected": arguments.expected, "at": arguments.at, "processing": processing(arguments)}
+            found = explain(model, predictor.processor, source, arguments.question, **options)
+        with stage(f"Drawing {arguments.output}"):
+            frames = read_frames(source, found.asked.answer.timestamps, FRAME_SIDE)
+    print_lines(question=arguments.question)
+    for name, finding in settings_of(found).items():
+        print(f"{name + ':':<32}{finding.answer.answer or '(empty)'} ({finding.probability:.0%})")
+    print("", *sentences(found), sep="\n")
+    for command in commands(found, video, arguments.checkpoint, processing(arguments)):
+        print(f"  {command}")
+    names = Path(video).name, shown_name(arguments.checkpoint)
+    facts = dict(zip(("video", "checkpoint"), names, strict=True))
+    facts["cost"] = f"{found.cost:.1f} answers with nothing dropped"
+    with refused(f"--output {arguments.output} cannot be written: ", OSError), atomic_file(arguments.output) as new:
+        write_explanation(new, frames, found, commands(found, *names, processing(arguments)), facts)
+    print_lines(page=str(arguments.output))
+    return 0
