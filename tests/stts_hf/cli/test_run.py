@@ -68,7 +68,7 @@ def test_another_backbone_takes_the_same_command(run, other):
     assert status == 0
     assert re.search(rf"^frames: +4 sampled from 0\.00 s to {last}0 s of a video of 2\.00 s$", out, re.M)
     assert re.search(r"^video tokens: +24 of 48 kept", out, re.M)
-    reach, whole = re.search(r"^prompt: +(\d+) of (\d+) tokens", out, re.M).groups()
+    ((reach, whole),) = re.findall(r"^prompt: +(\d+) of (\d+) tokens", out, re.M)
     assert re.search(rf"^stock model +{whole} ", out, re.M)
     assert re.search(rf"^STTS, 50% dropped +{reach} .*\(-\d+%\)$", out, re.M)
     with Image.open(sheet) as image:
@@ -97,7 +97,7 @@ def test_times_compare_the_stock_model_with_and_without_dropping(run):
     _, out, err, _ = run("--time")
     rows = [re.split(r"\s{2,}", line) for line in out.splitlines() if line.startswith(("stock", "STTS"))]
     assert [row[0] for row in rows] == 2 * ["stock model", "STTS, none dropped", "STTS, 50% dropped"]
-    reach, whole = re.search(r"^prompt: +(\d+) of (\d+) tokens", out, re.M).groups()
+    ((reach, whole),) = re.findall(r"^prompt: +(\d+) of (\d+) tokens", out, re.M)
     assert [row[1] for row in rows[:3]] == [whole, whole, reach]  # what is certain comes first
     assert int(rows[2][2]) < int(rows[0][2])  # bytes of the cache
     assert all(re.fullmatch(r"\S+ \(-\d+%\)", cell) for cell in rows[2][3:])

@@ -106,11 +106,11 @@ def test_a_moment_between_frames_was_never_sampled(tiny, tmp_path):
 @pytest.mark.slow
 def test_it_names_the_moment_and_a_block_of_what_the_question_is_about(tiny, tmp_path):
     """A few clips; docs/explain.md has the command for forty, and what it gave."""
-    list(make_dataset(tmp_path / "data", {"train": 1, "validation": 1, "test": 30}, seed=33))
+    list(make_dataset(tmp_path / "data", {"train": 1, "validation": 1, "test": 14}, seed=33))
     named = []
     for row in lost_answers(tiny, tmp_path / "data", 0.8):
         found = tiny.explain(row["video"], row["question"], expected=row["answer"], max_new_tokens=8)
         assert found.cost <= 10
         named.append(names_the_thing(found, row["shown"])[0])
-    assert len(named) >= 4
+    assert len(named) >= 2
     assert sum(named) >= 0.75 * len(named)
