@@ -13,7 +13,7 @@ def take_rule(model_config: Any, options: dict[str, Any], *others: Mapping[str, 
     given = take_given(options, KEEP_ARGUMENTS)
     for name, value in [*given.items(), *(item for other in others for item in other.items())]:
         if isinstance(value, list | tuple):
-            raise ValueError(f"`{name}` is {value!r}, but must be one number, for all videos. Ask about others apart.")
+            raise ValueError(f"`{name}` is {value!r}, but must be one number for all videos. Use one call for each.")
     rule: KeepRule = model_config.keep_rule(given, *others)
     return rule
 

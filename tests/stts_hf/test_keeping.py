@@ -41,7 +41,7 @@ def test_a_rule_is_taken_out_of_options(config):
     ("given", "message"),
     [
         ({"pruning_ratio": 0.5, "score_threshold": 0.1}, "leave out one"),
-        ({"pruning_ratio": [0.5, 0.6]}, "must be one number, for all videos"),
+        ({"pruning_ratio": [0.5, 0.6]}, "must be one number for all videos"),
         ({"score_threshold": 1.5}, r"lie in \[0.0, 1.0\]"),
         ({"score_threshold": 0.1, "min_pruning_ratio": 0.9, "max_pruning_ratio": 0.1}, "must be at most"),
         ({"min_pruning_ratio": 0.9}, "need a `score_threshold`"),

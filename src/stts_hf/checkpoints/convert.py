@@ -166,7 +166,7 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
     if foreign:
         more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
         raise ValueError(
-            f"`destination` {destination} holds what is no part of an STTS or stock checkpoint ("
+            f"`destination` {destination} holds files of no STTS or stock checkpoint ("
             f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
             "folder."
         )
@@ -192,7 +192,7 @@ def find_folder(name: str | Path, what: str, revision: str | None = None, weight
         return folder.resolve()
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(name)) or folder.exists():
         raise ValueError(f"`{what}` {name} is no folder: pass one, or a repository as user/name.")
-    subject = f"`{what}` {name} is no folder here, and could not be downloaded as a repository"
+    subject = f"`{what}` {name} is not a folder, and could not be downloaded as a repository"
     with usable(subject, "check its name and the network, and log in where it is private"):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=_SETTING_FILES + (weights or [])))
 

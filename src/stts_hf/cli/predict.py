@@ -130,7 +130,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if is_parquet(output):
         need_extras("Writing Parquet needs more packages", "train")
     if arguments.retry_errors and output is None:
-        raise CommandError("--retry-errors needs --output, the file whose errors are meant")
+        raise CommandError("--retry-errors needs --output, the file with the errors")
 
 
 def check_urls(arguments: argparse.Namespace) -> None:

@@ -162,9 +162,8 @@ class MultiModalProcessor(BaseMultiModalProcessor[ProcessingInfo]):
         num_positions = self.info.num_positions(modality, ids, named["grids"][0])
         if num_positions > MOST_POSITIONS * (len(ids) - num_dropped):
             raise ValueError(
-                f"A video takes up {num_positions} positions with {len(ids) - num_dropped} tokens that are left of it, "
-                f"but may take up {MOST_POSITIONS} for each. Serve it with a pruning_ratio of less than "
-                f"{self.info.pruning_ratio}."
+                f"A video has {num_positions} positions for {len(ids) - num_dropped} kept tokens, but may have at most "
+                f"{MOST_POSITIONS} for each. Serve it with a pruning_ratio below {self.info.pruning_ratio}."
             )
         named |= {f"num_{name}": torch.tensor([len(named[name])]) for name in self.info.parts()}
         return named | {"num_dropped": torch.tensor([num_dropped]), "num_positions": torch.tensor([num_positions])}

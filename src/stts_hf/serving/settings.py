@@ -30,8 +30,8 @@ class ServingSettings(VerifyAndUpdateConfig):
         for name in REPLACED:
             if (value := getattr(config.vision_config, name)) is not None:
                 raise ValueError(
-                    f"`{name}` is {value}, but vLLM lays out a prompt before any video runs through the tower, so it "
-                    "serves a fixed share alone: counting by scores there would hold the tower's weights twice. Serve "
+                    f"`{name}` is {value}, but vLLM needs the number of kept tokens before the tower runs, so it "
+                    "serves only a fixed ratio. Serve "
                     f'with --hf-overrides \'{{"{name}": null, "pruning_ratio": 0.5}}\', or use `stts-hf predict`.'
                 )
         multimodal = model_config.multimodal_config
@@ -55,8 +55,8 @@ class ServingSettings(VerifyAndUpdateConfig):
         model = vllm_config.model_config
         if not current_platform.is_cpu() and not model.enforce_eager:
             raise ValueError(
-                f"STTS is served on {current_platform.device_name} without CUDA graphs only, which replay tensors at "
-                "fixed addresses: a step's positions are laid out anew. Add --enforce-eager."
+                f"STTS on {current_platform.device_name} needs --enforce-eager: CUDA graphs replay tensors at fixed "
+                "addresses, but each step makes new positions."
             )
         if vllm_config.speculative_config is not None:
             raise ValueError("STTS is not served with speculative decoding. Leave --speculative-config out.")

@@ -39,11 +39,11 @@ def find_checkpoint(output_dir: str | os.PathLike, resume: str | bool | None) ->
     if resume is True:
         resume = last_checkpoint(output_dir)
         if resume is None:
-            raise ValueError(f"`output_dir` {str(output_dir)!r} holds no whole checkpoint to resume from.")
+            raise ValueError(f"`output_dir` {str(output_dir)!r} holds no complete checkpoint to resume from.")
     elif resume:
         missing = missing_from(Path(resume))
         if missing is not None:
-            raise ValueError(f"`resume_from_checkpoint` {str(resume)!r} is no whole checkpoint: {missing}.")
+            raise ValueError(f"`resume_from_checkpoint` {str(resume)!r} is not a complete checkpoint: {missing}.")
     return resume or None
 
 

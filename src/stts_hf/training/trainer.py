@@ -395,7 +395,7 @@ def row_keys(inputs: Mapping[str, Any], ids: Sequence[str] | None) -> list[str]:
         ids = [*ids, "<empty video>"]
     if ids is None or len(ids) != len(rows):
         raise ValueError(
-            f"`scorer_target` 'answers' and `state_cache_gb` keep things by row, but a batch of {len(rows)} rows has "
+            f"`scorer_target` 'answers' and `state_cache_gb` need row ids, but a batch of {len(rows)} rows has "
             f"{'no' if ids is None else len(ids)} `sample_ids`. Use a collator with `return_ids=True`, and no packing."
         )
     mask = inputs.get("attention_mask")

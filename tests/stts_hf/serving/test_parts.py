@@ -245,7 +245,7 @@ def test_a_video_takes_up_as_many_positions_as_in_the_native_model(qwen3_vl, tmp
 
 def test_a_video_of_more_positions_than_the_table_has_is_refused(monkeypatch, qwen3_vl, tmp_path):
     monkeypatch.setattr(processing, "MOST_POSITIONS", 1)
-    with pytest.raises(ValueError, match=r"positions .* may take up 1 for each"):
+    with pytest.raises(ValueError, match=r"positions .* may have at most 1 for each"):
         qwen3_vl._process("video", encoded_video(write_small_clip(tmp_path).read_bytes()), {})
 
 

@@ -56,13 +56,13 @@ def test_other_forms_of_the_optimizers_state_are_known(run_folder, name):
 
 def test_a_named_checkpoint_without_its_optimizer_is_refused(tmp_path):
     trainer(tmp_path, max_steps=1, save_only_model=True, **EVERY_STEP).train()
-    with pytest.raises(ValueError, match=r"is no whole checkpoint: it has no optimizer\.pt.*save_only_model"):
+    with pytest.raises(ValueError, match=r"is not a complete checkpoint: it has no optimizer\.pt.*save_only_model"):
         trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
 def test_no_checkpoint_is_an_error_only_for_a_resumed_run(tmp_path):
     assert last_checkpoint(tmp_path / "absent") is last_checkpoint(tmp_path) is None
-    with pytest.raises(ValueError, match="holds no whole checkpoint to resume from"):
+    with pytest.raises(ValueError, match="holds no complete checkpoint to resume from"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
 
 
