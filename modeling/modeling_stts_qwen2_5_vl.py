@@ -6,7 +6,7 @@ of the whole prompt. Those in time follow the clock, by the seconds that `second
 tubelets, so a video's may be ahead of those of the text that comes after it.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import GenerationMixin
@@ -31,12 +31,6 @@ class STTSQwen2_5_VLModel(MropeBackbone, Qwen2_5_VLModel):
     native = Qwen2_5_VLModel
     tower = STTSQwen2_5_VLVisionModel
     text_class = Qwen2_5_VLTextModel
-    parts: ClassVar[dict[str, str]] = {
-        "language_model": "language_model",
-        "visual": "vision_tower",
-        "visual.scorer": "scorer",
-        "visual.merger": "connector",
-    }
     video_inputs = ("pixel_values_videos", "second_per_grid_ts", "video_grid_thw")
     run_per_frame = False
 

@@ -5,8 +5,6 @@ All but the parts of the model and their names is in `mrope_stts`: a frame is a 
 the whole prompt, and the native forward takes the features of the kept blocks, deepstack's included.
 """
 
-from typing import ClassVar
-
 from transformers import GenerationMixin
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
     Qwen3VLForConditionalGeneration,
@@ -28,13 +26,7 @@ class STTSQwen3VLModel(MropeBackbone, Qwen3VLModel):
     native = Qwen3VLModel
     tower = STTSQwen3VLVisionModel
     text_class = Qwen3VLTextModel
-    parts: ClassVar[dict[str, str]] = {
-        "language_model": "language_model",
-        "visual": "vision_tower",
-        "visual.scorer": "scorer",
-        "visual.merger": "connector",
-        "visual.deepstack_merger_list": "connector",
-    }
+    parts = MropeBackbone.parts | {"visual.deepstack_merger_list": "connector"}
 
 
 class STTSQwen3VLForConditionalGeneration(PruningHead, Qwen3VLForConditionalGeneration, GenerationMixin):

@@ -34,6 +34,12 @@ class MropeBackbone(PruningBackbone):
     native: ClassVar[Any]
     tower: ClassVar[Any]
     text_class: ClassVar[Any]
+    parts: ClassVar[dict[str, str]] = {
+        "language_model": "language_model",
+        "visual": "vision_tower",
+        "visual.scorer": "scorer",
+        "visual.merger": "connector",
+    }
     run_per_frame = True
     video_inputs: tuple[str, ...] = ("pixel_values_videos", "video_grid_thw")
     image_inputs = ("pixel_values", "image_grid_thw")
@@ -128,7 +134,7 @@ class MropeBackbone(PruningBackbone):
             taps = getattr(of, "deepstack_features", None)
             outputs[name] = VideoFeatures(
                 pooler_output=pruned.by_row(index, pruned.features[index][1]),
-                deepstack_features=taps and [pruned.by_row(index, torch.cat(list(tap))) for tap in taps],
+                deepstack_features=[pruned.by_row(index, torch.cat(list(tap))) for tap in taps] if taps else None,
             )
         return {"mm_encoder_outputs": outputs} if outputs else {}
 
@@ -211,7 +217,8 @@ def samples_as_rows(sample_ids: torch.Tensor, shown: torch.Tensor) -> tuple[list
     Samples of rows (B, L) apart, on the host: the row of each, and where its tokens are, (samples, L) bool. Tokens that
     are not `shown` (B, L) are of none.
     """
-    rows, masks = [], []
+    rows: list[int] = []
+    masks: list[torch.Tensor] = []
     for row, (numbers, seen) in enumerate(zip(sample_ids, shown, strict=True)):
         of_samples = [seen & (numbers == number) for number in numbers[seen].unique()]
         rows, masks = rows + [row] * len(of_samples), masks + of_samples

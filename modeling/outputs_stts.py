@@ -28,18 +28,26 @@ class PruningCausalLMOutputWithPast(PruningOutput, CausalLMOutputWithPast):
     Attributes:
         loss: `task_loss + temporal_loss_weight * temporal_loss`. With `num_items_in_batch`, this call's share of a
             step's loss: `task_loss` is a sum over that number, and each row's temporal loss counts by its label tokens.
+        aux_loss: with `output_router_logits`, the unweighted loss of routers over the tokens that are left; `loss` has
+            it times `router_aux_loss_coef`, as in native models.
+        router_logits: of each layer of experts (B * L', experts).
     """
+
+    aux_loss: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class PruningHead(STTSGeneration):
     """
     Mixin for a model with a head: logits and losses on the pruned sequence, and `generate`.
 
-    native: the stock class with a head. backbone: class of `model`.
+    native: the stock class with a head. backbone: class of `model`. router_loss: of a mixture of experts, by router
+    logits, number of experts, experts of a token, and mask.
     """
 
     native: ClassVar[type[PreTrainedModel]]
     backbone: ClassVar[Any]
+    router_loss: ClassVar[Callable[..., Any] | None] = None
     config: Any
     lm_head: nn.Linear
     named_arguments: ClassVar[frozenset[str]]  # of `forward`; the others are the loss's
@@ -107,8 +115,9 @@ class PruningHead(STTSGeneration):
             kept_indices = KeptSequence.whole(*tokens.shape, tokens.device).kept_indices
         logits = self.lm_head(outputs.last_hidden_state[:, columns])
         found = {"logits": logits, "kept_indices": None if kept_indices is None else kept_indices[:, columns]}
+        found["aux_loss"] = router_loss = self.balance_routers(outputs, tokens)
         if targets:
-            inner = self.model
+            inner, num_items = self.model, kwargs.get("num_items_in_batch")
             unread = {*self.named_arguments, *inner.video_inputs, *inner.image_inputs, *inner.unread_inputs}
             options = {name: value for name, value in kwargs.items() if name not in unread}
             samples = self.find_samples(tokens, kwargs.get("packed_rows"))
@@ -116,11 +125,26 @@ class PruningHead(STTSGeneration):
             vocab_size = self.config.text_config.vocab_size
             loss = found["task_loss"] = self.loss_function(logits=logits, vocab_size=vocab_size, **shortened)
             if outputs.temporal_loss is not None:
-                temporal_loss = share_of_step(outputs, targets, kwargs.get("num_items_in_batch"))
+                of_videos = outputs.temporal_loss if outputs.row_losses is None else outputs.row_losses
+                temporal_loss = share_of_step(outputs.temporal_loss, of_videos, targets, num_items)
                 loss = loss + self.config.temporal_loss_weight * temporal_loss.to(loss.device)
+            if router_loss is not None:
+                router_loss = share_of_step(router_loss, router_loss, targets, num_items)
+                loss = loss + self.config.text_config.router_aux_loss_coef * router_loss.to(loss.device)
             found["loss"] = loss
         fields = PruningCausalLMOutputWithPast.__dataclass_fields__
         return PruningCausalLMOutputWithPast(**{name: found.get(name, outputs.get(name)) for name in fields})
+
+    def balance_routers(self, outputs: Any, tokens: Tokens) -> torch.Tensor | None:
+        """The loss of routers as in the native model, over the tokens that are left; None where nobody asks for it."""
+        if self.router_loss is None or outputs.router_logits is None:
+            return None
+        text, kept_indices, mask = self.config.text_config, outputs.kept_indices, tokens.padding_mask
+        mask = None if mask is None else mask[:, -tokens.shape[1] :]
+        if kept_indices is not None:
+            mask = KeptSequence(kept_indices, tokens.shape[1]).take_mask(mask)
+        loss: torch.Tensor = self.router_loss(outputs.router_logits, text.num_experts, text.num_experts_per_tok, mask)
+        return loss
 
     def find_samples(self, tokens: Tokens, packed_rows: bool | None) -> torch.Tensor | None:
         """The sample (B, L) of each token by the caller's positions; None where a row holds one sample."""
@@ -131,18 +155,19 @@ class PruningHead(STTSGeneration):
         return find_samples(order.expand(tokens.shape), mask)
 
 
-def share_of_step(outputs: Any, targets: dict[str, torch.Tensor], num_items: torch.Tensor | int | None) -> torch.Tensor:
+def share_of_step(
+    loss: torch.Tensor, of_rows: torch.Tensor, targets: dict[str, torch.Tensor], num_items: torch.Tensor | int | None
+) -> torch.Tensor:
     """
-    The temporal loss, or with a step's number of label tokens what this call adds to the step's: each row's loss by
+    A call's loss, or with a step's number of label tokens what the call adds to the step's: each row's loss (B,) by
     the row's share of them, so that it does not matter how the step's rows are spread over calls. Where rows are
-    unknown (`RowPlan`), the loss over all videos of the call by the call's share.
+    unknown (`RowPlan`) or do not have losses, the call's loss by the call's share.
     """
     if num_items is None:
-        return outputs.temporal_loss
+        return loss
     labels = targets["shift_labels"] if "shift_labels" in targets else targets["labels"][:, 1:]
-    losses = outputs.temporal_loss if outputs.row_losses is None else outputs.row_losses
-    share = (labels != -100).sum(-1).to(losses.device) / torch.as_tensor(num_items, device=losses.device)  # (B,)
-    return (losses * share).sum()
+    share = (labels != -100).sum(-1).to(of_rows.device) / torch.as_tensor(num_items, device=of_rows.device)  # (B,)
+    return (of_rows * share).sum()
 
 
 def keep_weight_names(native: type[PreTrainedModel], ours: type[PreTrainedModel]) -> None:

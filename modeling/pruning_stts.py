@@ -103,9 +103,13 @@ class PruningOutput(ModelOutput):
 
 @dataclass
 class PruningModelOutputWithPast(PruningOutput, BaseModelOutputWithPast):
-    """Of a model without a head. row_losses: (B,) temporal loss over the videos of each row, None if unknown."""
+    """
+    Of a model without a head. row_losses: (B,) temporal loss over the videos of each row, None if unknown.
+    router_logits: of each layer of experts (B * L', experts), if asked for.
+    """
 
     row_losses: torch.Tensor | None = None
+    router_logits: tuple[torch.Tensor, ...] | None = None
 
 
 class PruningBackbone(PreTrainedModel):

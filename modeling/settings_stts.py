@@ -199,6 +199,8 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         "token_scores",
         "keep_mask",
         "kept_indices",
+        "aux_loss",
+        "router_logits",
     ]
 
     if TYPE_CHECKING:  # the native config's

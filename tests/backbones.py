@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import naive_qwen2_5_vl, naive_qwen3_vl, tiny, tiny_qwen2_5_vl, tiny_qwen3_vl
+from tests import naive_qwen2_5_vl, naive_qwen3_vl, tiny, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_vl_moe
 from tests.modeling import reference
 
 Inputs = dict[str, Any]
@@ -92,7 +92,7 @@ def molmo2(rule: str = "original") -> Backbone:
     )
 
 
-def qwen_vl(name: str, tiny_qwen: Any, naive_qwen: Any) -> Backbone:
+def qwen_vl(name: str, tiny_qwen: Any, naive_qwen: Any, stock_rounding: float = 1e-6) -> Backbone:
     def alone(rows: Rows) -> list[Inputs]:
         def part(some: Part) -> tiny_qwen3_vl.Part:
             if isinstance(some, Clip):
@@ -120,7 +120,7 @@ def qwen_vl(name: str, tiny_qwen: Any, naive_qwen: Any) -> Backbone:
         pack=lambda rows: tiny_qwen3_vl.pack(alone(rows)),
         one_block=one_block,
         tower="visual",
-        stock_rounding=1e-6,  # the same kernels: logits are equal to the bit, gradients within 5e-7
+        stock_rounding=stock_rounding,  # the same kernels: logits are equal to the bit, gradients within 5e-7
         fills_cache_with_packed_rows=False,
     )
 
@@ -130,9 +130,13 @@ BACKBONES = [
     qwen_vl("qwen3_vl", tiny_qwen3_vl, naive_qwen3_vl),
     qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl, naive_qwen2_5_vl),
 ]
+# Whose tower and hooks are another one's: `test_mixtures.py` every day, the tests of every backbone among the slow.
+MIXTURES = [qwen_vl("qwen3_vl_moe", tiny_qwen3_vl_moe, naive_qwen3_vl)]
+_SLOW = [pytest.param(backbone, marks=pytest.mark.slow) for backbone in MIXTURES]
+EVERY = [*BACKBONES, *_SLOW]
 # For tests of positions and caches: Molmo2 may close gaps in positions.
 with_compact = pytest.mark.parametrize(
-    "backbone", [*BACKBONES, molmo2("compact")], ids=lambda backbone: backbone.name, indirect=True
+    "backbone", [*EVERY, molmo2("compact")], ids=lambda backbone: backbone.name, indirect=True
 )
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
 DAILY = [*BACKBONES[:2], pytest.param(BACKBONES[2], marks=pytest.mark.slow)]

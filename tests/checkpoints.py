@@ -20,9 +20,12 @@ TINIES = {
     "qwen3_vl": TINY.with_name("stts-qwen3-vl-tiny"),
     "qwen2_5_vl": TINY.with_name("stts-qwen2-5-vl-tiny"),
 }
+# Those of backbones whose tower and hooks are another one's, and which take fewer tests.
+ALL_TINIES = TINIES | {"qwen3_vl_moe": TINY.with_name("stts-qwen3-vl-moe-tiny")}
 # Names for tests that take seconds each: of backbones whose tower is the same code, one every day.
 QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 DAILY = ["molmo2", *QWENS]
+EVERY = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL_TINIES.keys() - TINIES.keys())]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(
     side // _VISION["patch_size"] // window

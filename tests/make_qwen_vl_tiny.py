@@ -1,15 +1,15 @@
-"""Makes `hub_configs/stts-qwen3-vl-tiny` and `stts-qwen2-5-vl-tiny`: complete checkpoints small enough for a repository
-and tests on a CPU.
+"""Makes the `hub_configs/stts-qwen*-tiny`: complete checkpoints small enough for a repository and tests on a CPU.
 
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-vl-tiny
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen2-5-vl-tiny --family qwen2_5_vl
+    python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-vl-moe-tiny --family qwen3_vl_moe
 
 Every part is there, deepstack taps before and after the pruning layer, and windows, included; the weights are random.
 """
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,14 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from examples.study import tiny_model
 from examples.study.tiny_model import VOCAB_SIZE, save_into, texts
-from stts_hf import STTSQwen2_5_VLConfig, STTSQwen2_5_VLForConditionalGeneration
-from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
-from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
+from stts_hf import (
+    STTSQwen2_5_VLConfig,
+    STTSQwen2_5_VLForConditionalGeneration,
+    STTSQwen3VLConfig,
+    STTSQwen3VLForConditionalGeneration,
+    STTSQwen3VLMoeConfig,
+    STTSQwen3VLMoeForConditionalGeneration,
+)
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH_SIZE = 8
@@ -82,6 +87,13 @@ FAMILIES = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [4, 4, 4]}},
     ),
 }
+_DENSE = FAMILIES["qwen3_vl"]
+FAMILIES["qwen3_vl_moe"] = replace(
+    _DENSE,
+    config=STTSQwen3VLMoeConfig,
+    model=STTSQwen3VLMoeForConditionalGeneration,
+    text=dict(_DENSE.text) | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
+)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:

@@ -142,7 +142,8 @@ def randomise(module: nn.Module, seed: int = 0) -> None:
         elif "embed" in name and "patch_embed" not in name:
             scale, mean = 0.5, 0.0
         else:
-            scale, mean = parameter[0].numel() ** -0.5, 0.0
+            fan_in = parameter.shape[-1] if ".experts." in name else parameter[0].numel()  # a matrix of each expert
+            scale, mean = fan_in**-0.5, 0.0
         parameter.copy_(mean + scale * noise)
 
 

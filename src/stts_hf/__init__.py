@@ -2,8 +2,8 @@
 STTS (Spatio-Temporal Token Scoring) for Hugging Face.
 
 The public names below are imported on first use, so that `import stts_hf` takes milliseconds. The first use of a
-configuration, model or processor also registers transformers' Auto classes for `model_type` "stts", "stts_qwen3_vl" and
-"stts_qwen2_5_vl": from then on checkpoints load without `trust_remote_code`, and by this package's code even with it.
+configuration, model or processor also registers transformers' Auto classes for `model_type` "stts" and the like of
+every backbone: from then on checkpoints load without `trust_remote_code`, and by this package's code even with it.
 `import stts_hf` alone registers nothing.
 """
 
@@ -35,6 +35,7 @@ if _typing.TYPE_CHECKING:
     from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig as STTSQwen2_5_VLVisionConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig as STTSQwen3VLConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig as STTSQwen3VLVisionConfig
+    from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig as STTSQwen3VLMoeConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration as STTSForConditionalGeneration
     from stts_hf.modeling.modeling_stts import STTSModel as STTSModel
     from stts_hf.modeling.modeling_stts_qwen2_5_vl import (
@@ -45,6 +46,10 @@ if _typing.TYPE_CHECKING:
         STTSQwen3VLForConditionalGeneration as STTSQwen3VLForConditionalGeneration,
     )
     from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLModel as STTSQwen3VLModel
+    from stts_hf.modeling.modeling_stts_qwen3_vl_moe import (
+        STTSQwen3VLMoeForConditionalGeneration as STTSQwen3VLMoeForConditionalGeneration,
+    )
+    from stts_hf.modeling.modeling_stts_qwen3_vl_moe import STTSQwen3VLMoeModel as STTSQwen3VLMoeModel
     from stts_hf.modeling.processing_stts import STTSProcessor as STTSProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor as STTSVideoProcessor
     from stts_hf.modeling.vision_stts import STTSVisionModel as STTSVisionModel
@@ -73,9 +78,11 @@ _NAMES = {
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
     "modeling.configuration_stts_qwen2_5_vl": ("STTSQwen2_5_VLConfig", "STTSQwen2_5_VLVisionConfig"),
     "modeling.configuration_stts_qwen3_vl": ("STTSQwen3VLConfig", "STTSQwen3VLVisionConfig"),
+    "modeling.configuration_stts_qwen3_vl_moe": ("STTSQwen3VLMoeConfig",),
     "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
     "modeling.modeling_stts_qwen2_5_vl": ("STTSQwen2_5_VLForConditionalGeneration", "STTSQwen2_5_VLModel"),
     "modeling.modeling_stts_qwen3_vl": ("STTSQwen3VLForConditionalGeneration", "STTSQwen3VLModel"),
+    "modeling.modeling_stts_qwen3_vl_moe": ("STTSQwen3VLMoeForConditionalGeneration", "STTSQwen3VLMoeModel"),
     "modeling.processing_stts": ("STTSProcessor",),
     "modeling.video_processing_stts": ("STTSVideoProcessor",),
     "modeling.vision_stts": ("STTSVisionModel",),

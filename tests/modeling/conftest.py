@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from tests.backbones import BACKBONES, Backbone
+from tests.backbones import EVERY, Backbone
 
 
-@pytest.fixture(scope="module", params=BACKBONES, ids=lambda backbone: backbone.name)
+@pytest.fixture(scope="module", params=EVERY, ids=lambda backbone: backbone.name)
 def backbone(request) -> Backbone:
     return request.param
 

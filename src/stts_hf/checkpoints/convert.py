@@ -65,7 +65,7 @@ def convert_checkpoint(
     Tensors are read and written file by file. `destination` appears whole or not at all.
 
     Args:
-        source: a Molmo2, dense Qwen3-VL or STTS folder or Hub repository, or the folder of an original training
+        source: an STTS or stock folder or Hub repository of any backbone, or the folder of an original training
             checkpoint of STTS on Molmo2.
         base: stock folder or repository of the same kind, for tokenizer, processor and chat template; an original
             training checkpoint has none and needs it.

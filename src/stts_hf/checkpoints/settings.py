@@ -126,6 +126,7 @@ def drop_unknown_fields(config: PruningConfig) -> Any:
 
     def own_fields(part: PreTrainedConfig) -> dict[str, Any]:
         names = type(part).__dataclass_fields__.keys() - PreTrainedConfig.__dataclass_fields__.keys()
+        names |= {*part.attribute_map.values()}  # what a file calls some of them
         return {name: value for name, value in part.to_dict().items() if name in names}
 
     sections = {name: own_fields(getattr(config, name)) for name in config.sub_configs}

@@ -2,7 +2,8 @@
 
 A mean of micro-batch means would give a label more weight the fewer labels share its micro-batch. So each loss is a sum
 over the step, its micro-batches and processes, divided by a count over the step: label tokens for the task loss, blocks
-in frames `t >= 1` for the temporal loss, rows with videos for the scorer's loss by answers. Counts and sums stay on the
+in frames `t >= 1` for the temporal loss, rows with videos for the scorer's loss by answers. The loss of a mixture's
+routers, which is no sum over tokens, counts by the label tokens of its micro-batch. Counts and sums stay on the
 device until a log reads them.
 """
 
@@ -19,8 +20,9 @@ from stts_hf.modeling.outputs_stts import PruningOutput
 from stts_hf.modeling.pruning_stts import PruningBackbone
 from stts_hf.modeling.sequence_stts import find_samples, token_order
 
-LOSSES = ("task_loss", "temporal_loss", "worth_loss")
-SUMS = (*LOSSES, "labels", "blocks", "rows", "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
+COUNTS = ("labels", "blocks", "rows")
+LOSSES = {"task_loss": "labels", "temporal_loss": "blocks", "worth_loss": "rows", "router_loss": "labels"}
+SUMS = (*LOSSES, *COUNTS, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
 
 
 def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tensor:

@@ -26,14 +26,13 @@ from stts_hf.training.distributed import (
     prepare_for_processes,
     whole_state_dict,
 )
-from stts_hf.training.losses import LOSSES, LossHistory, PruningMetrics, count, describe
+from stts_hf.training.losses import COUNTS, LOSSES, LossHistory, PruningMetrics, count, describe
 from stts_hf.training.scorer_alone import ScoringOutput, StateCache, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
 from stts_hf.training.worth import AnswersTarget, draw_ratios, measure_unit, worth_loss
 
 logger = logging.get_logger(__name__)
 
-COUNTED = ("labels", "blocks", "rows")  # what each of `LOSSES` is a mean over
 NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # entries of a batch for the trainer
 
 
@@ -217,9 +216,12 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         if outputs.temporal_loss is not None:
             temporal = (outputs.temporal_loss * (counts[1] / step[1]).to(outputs.temporal_loss.device)).to(task.device)
         worth = (self._learn_worth(inputs, outputs, training) / step[2]).to(task.device)
+        router = torch.zeros_like(task)
+        if (aux_loss := outputs.get("aux_loss")) is not None:
+            router = (aux_loss * (counts[0] / step[0]).to(aux_loss.device)).to(task.device)
         # DDP and FSDP take the mean of the processes' gradients; with counts of all processes it must be their sum.
         scale = self.args.world_size if training and self.args.average_tokens_across_devices else 1
-        losses = dict(zip(LOSSES, (task, temporal, worth), strict=True))
+        losses = dict(zip(LOSSES, (task, temporal, worth, router), strict=True))
         loss = scale * self._total(losses)
         if training and not loss.requires_grad:  # only the scorer is trained, and the batch is text
             loss = loss + 0 * next(p for p in model.parameters() if p.requires_grad).sum()
@@ -227,10 +229,12 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         statistics = self.statistics if training else self._eval_statistics
         if statistics is not None:
             with torch.no_grad():
+                numbers = dict(zip(COUNTS, counts, strict=True))
                 statistics.observe(outputs, inputs)
-                for name, (of, number) in zip(LOSSES, zip(COUNTED, counts, strict=True), strict=True):
-                    statistics.add(of, number)
-                    statistics.add(name, losses[name] * (scale if training else number))
+                for name, number in numbers.items():
+                    statistics.add(name, number)
+                for name, counted in LOSSES.items():
+                    statistics.add(name, losses[name] * (scale if training else numbers[counted]))
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
@@ -288,13 +292,21 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
     def _logged_losses(self) -> tuple[str, ...]:
         if self.args.scorer_only:
             return ("temporal_loss",) if self.answers is None else ("worth_loss",)
-        return LOSSES[:2] if self.answers is None else LOSSES
+        of_scorer = ("temporal_loss",) if self.answers is None else ("temporal_loss", "worth_loss")
+        return ("task_loss", *of_scorer, *(("router_loss",) if self._router_weight else ()))
+
+    @property
+    def _router_weight(self) -> float:
+        """Of a mixture's routers, where the config asks for their loss."""
+        text = self.model.config.text_config
+        return text.router_aux_loss_coef if getattr(text, "output_router_logits", False) else 0.0
 
     def _total(self, losses: Mapping[str, Any]) -> Any:
         """The loss that is trained on."""
         temporal = self.model.config.temporal_loss_weight * losses.get("temporal_loss", 0)
         of_scorer = temporal + losses.get("worth_loss", 0)
-        return of_scorer if self.args.scorer_only else of_scorer + losses["task_loss"]
+        of_text = losses.get("task_loss", 0) + self._router_weight * losses.get("router_loss", 0)
+        return of_scorer if self.args.scorer_only else of_scorer + of_text
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As in `Trainer`, with the statistics of the steps since the last log in logs of the training loss."""
@@ -344,8 +356,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             self._eval_statistics = None
         sums, _ = statistics.read(self.accelerator)
         if sums["labels"] or sums["blocks"]:
-            counts = dict(zip(LOSSES, COUNTED, strict=True))
-            found = {name: sums[name] / max(sums[counts[name]], 1) for name in self._logged_losses}
+            found = {name: sums[name] / max(sums[LOSSES[name]], 1) for name in self._logged_losses}
             found |= {"loss": self._total(found)} | describe(sums)
             output.metrics.update({f"{prefix}_{name}": value for name, value in found.items()})
         if sums["skipped_rows"]:

@@ -23,7 +23,7 @@ from examples.study.tiny_model import VISION_TOKENS
 from stts_hf.checkpoints.families import STOCK
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS
-from tests.checkpoints import TINIES
+from tests.checkpoints import ALL_TINIES
 from tests.tiny import TEXT_VOCABULARY, randomise, tiny_config
 
 CHAT_TEMPLATE = "{% for message in messages %}<|video|>{{ message['content'] }}{% endfor %}<|im_end|>"
@@ -113,7 +113,7 @@ def as_released(folder: Path) -> None:
 
 def stock_qwen(backbone: str = "qwen3_vl", tied: bool = True) -> Any:
     """A stock Qwen of the size of its tiny checkpoint, embedding and head tied or not, every weight random."""
-    settings = json.loads((TINIES[backbone] / "config.json").read_text())
+    settings = json.loads((ALL_TINIES[backbone] / "config.json").read_text())
     vision = {name: value for name, value in settings["vision_config"].items() if name not in PRUNING_FIELDS}
     native: Any = STOCK[backbone].config.native
     config = native(
@@ -125,14 +125,14 @@ def stock_qwen(backbone: str = "qwen3_vl", tied: bool = True) -> Any:
     model: Any = AutoModelForImageTextToText.from_config(config).eval()
     randomise(model)
     model.tie_weights()
-    model.generation_config = GenerationConfig.from_pretrained(TINIES[backbone])
+    model.generation_config = GenerationConfig.from_pretrained(ALL_TINIES[backbone])
     return model
 
 
 def write_qwen(folder: Path, backbone: str = "qwen3_vl", tied: bool = True, **options: Any) -> Path:
     """The folder of a `stock_qwen` with its processor; options of `save_pretrained`."""
     stock_qwen(backbone, tied).save_pretrained(folder, **options)
-    STOCK[backbone].processor.from_pretrained(TINIES[backbone]).save_pretrained(folder)
+    STOCK[backbone].processor.from_pretrained(ALL_TINIES[backbone]).save_pretrained(folder)
     return folder
 
 

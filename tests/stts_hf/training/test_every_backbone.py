@@ -12,15 +12,15 @@ from huggingface_hub import ModelCard
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
 from stts_hf.model_parts import PARTS, parts_of
-from tests.checkpoints import DAILY, TINIES
+from tests.checkpoints import ALL_TINIES, EVERY
 from tests.training_files import train, write_config
 
 FRAMES = 4  # of the Qwens, two tubelets
 
 
-@pytest.fixture(scope="module", params=DAILY)
+@pytest.fixture(scope="module", params=EVERY)
 def checkpoint(request) -> Path:
-    return TINIES[request.param]
+    return ALL_TINIES[request.param]
 
 
 def load(folder: Path) -> Any:

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from stts_hf.training.losses import count
-from tests.backbones import BACKBONES, Clip
+from tests.backbones import BACKBONES, MIXTURES, Clip
 from tests.stts_hf.training.runs import Rows, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_model
 
+LOGGED = ("loss", "task_loss", "temporal_loss", "router_loss")
 LARGE: dict[str, Any] = {"per_device_train_batch_size": 4}
 ACCUMULATED: dict[str, Any] = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
 IN_ORDER: dict[str, Any] = {"train_sampling_strategy": "sequential", "max_grad_norm": 0}
@@ -37,6 +38,23 @@ def test_the_model_s_own_loss_is_a_batch_divided_by_its_own_counts(tmp_path):
     run = trainer(tmp_path)
     expected = run.model(**inputs).loss
     torch.testing.assert_close(run.compute_loss(run.model, inputs), expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_mixtures_router_loss_is_trained_evaluated_and_logged(tmp_path):
+    (mixture,) = MIXTURES
+    model = mixture.model()
+    model.config.text_config.output_router_logits, model.config.text_config.router_aux_loss_coef = True, 0.5
+    data: Any = [mixture.batch([[3, Clip(3), 5]], "left")] * 2
+    run = trainer(tmp_path, model=model, data=data, data_collator=lambda rows: dict(rows[0]), eval_dataset=data)
+    expected = model(**data[0])
+    assert expected.aux_loss > 0
+    torch.testing.assert_close(run.compute_loss(model, data[0]), expected.loss, atol=1e-6, rtol=1e-6)
+    found = run.evaluate()
+    assert found["eval_router_loss"] == pytest.approx(expected.aux_loss.item(), rel=1e-5)
+    assert found["eval_loss"] == pytest.approx(expected.loss.item(), rel=1e-5)
+    run.train()
+    for total, task, temporal, router in zip(*(logged(run, name) for name in LOGGED), strict=True):
+        assert total == pytest.approx(task + temporal + 0.5 * router, rel=1e-4)
 
 
 def test_labels_that_nothing_predicts_are_not_counted():

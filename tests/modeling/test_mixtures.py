@@ -1,0 +1,84 @@
+"""Mixtures of experts: stock's at ratio 0, the naive construction at others, and the loss of their routers."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancing_loss_func
+
+from stts_hf import STTSQwen3VLConfig, STTSQwen3VLMoeConfig
+from tests import tiny_qwen3_vl
+from tests.backbones import MIXTURES, Clip, Picture, Rows, prompt
+from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
+
+ROWS: Rows = [[3, Clip(4), 5], [2, Picture(), 3, Clip(2), 9], [6]]
+ROUTED = {"output_router_logits": True}
+
+
+@pytest.fixture(scope="module", params=MIXTURES, ids=lambda backbone: backbone.name)
+def backbone(request) -> Any:
+    return request.param
+
+
+def router_loss(model: Any, logits: Any) -> Any:
+    text = model.config.text_config
+    return load_balancing_loss_func(logits, text.num_experts, text.num_experts_per_tok)
+
+
+def test_ratio_0_is_stock_router_loss_included(backbone):
+    model = backbone.model(pruning_ratio=0.0, trained_scorer=False)
+    stock, inputs = backbone.stock(model), backbone.batch(ROWS, "right")
+    ours, theirs = model(**inputs, **ROUTED), stock(**inputs, **ROUTED)
+    real, rounding = inputs["attention_mask"].bool(), {"atol": backbone.stock_rounding, "rtol": 0}
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], **rounding)
+    torch.testing.assert_close(ours.aux_loss, theirs.aux_loss, **rounding)
+    weighted = model.config.text_config.router_aux_loss_coef * ours.aux_loss
+    loss = ours.task_loss + weighted
+    torch.testing.assert_close(loss, theirs.loss, **rounding)
+    torch.testing.assert_close(ours.loss, loss + ours.temporal_loss)
+    assert_gradients_equal(gradients(model, loss), gradients(stock, theirs.loss), backbone.stock_rounding)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
+def test_a_batch_equals_its_naive_rows(backbone, any_model, ratio):
+    inputs, alone = backbone.batch(ROWS, "left"), backbone.alone(ROWS)
+    outputs = any_model(**inputs, **ROUTED, pruning_ratio=ratio)
+    expected = [backbone.naive(any_model, row, ratio) for row in alone]
+    for index, row in enumerate(expected):
+        assert kept_of_row(outputs, inputs, index) == row.kept
+        torch.testing.assert_close(logits_of_row(outputs, inputs, index), row.logits, **CLOSE)
+    task_loss = torch.cat([row.task_losses for row in expected]).mean()
+    assert_gradients_equal(gradients(any_model, outputs.task_loss), gradients(any_model, task_loss))
+    # Filler reaches experts, but not the loss.
+    separate = [any_model(**row, **ROUTED, pruning_ratio=ratio).router_logits for row in alone]
+    layers = tuple(torch.cat(layer) for layer in zip(*separate, strict=True))
+    torch.testing.assert_close(outputs.aux_loss, router_loss(any_model, layers), atol=1e-6, rtol=0)
+    assert (outputs.kept_indices < 0).any()
+    assert (router_loss(any_model, outputs.router_logits) - outputs.aux_loss).abs() > 1e-4
+
+
+@torch.no_grad()
+def test_steps_over_a_cache_equal_recomputing(backbone, any_model):
+    settings = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0, "pruning_ratio": 0.5}
+    inputs = prompt(backbone.batch(ROWS, "left"))
+    found, again = (any_model.generate(**inputs, **settings, use_cache=use_cache) for use_cache in (True, False))
+    assert torch.equal(found, again)
+    assert any_model(**inputs).router_logits is None
+    assert any_model(**inputs).aux_loss is None
+
+
+def test_a_call_adds_its_share_of_a_steps_router_loss(backbone, any_model):
+    inputs = backbone.batch(ROWS, "left")
+    num_labels = int((inputs["labels"][:, 1:] != -100).sum())
+    whole, third = (any_model(**inputs, **ROUTED, num_items_in_batch=n * num_labels) for n in (1, 3))
+    torch.testing.assert_close(whole.loss, 3 * third.loss)
+    torch.testing.assert_close(whole.aux_loss, third.aux_loss)
+
+
+def test_dense_models_and_mixtures_refuse_each_others_checkpoints(tmp_path):
+    tiny_qwen3_vl.tiny_config().save_pretrained(tmp_path / "dense")
+    MIXTURES[0].model().config.save_pretrained(tmp_path / "mixture")
+    with pytest.raises(ValueError, match=r"is a 'stts_qwen3_vl' model, .* 'stts_qwen3_vl_moe' or 'qwen3_vl_moe'"):
+        STTSQwen3VLMoeConfig.from_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="is a 'stts_qwen3_vl_moe' model"):
+        STTSQwen3VLConfig.from_pretrained(tmp_path / "mixture")
