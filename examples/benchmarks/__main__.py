@@ -4,6 +4,7 @@ Claims of the documentation, measured again from a checkout; each prints a page 
     python -m examples.benchmarks decode --output docs/benchmarks/decode      # 20 min on 2 CPU cores
     OMP_NUM_THREADS=1 python -m examples.benchmarks ask --repeats 2 --output docs/benchmarks/ask    # 5 min
     python -m examples.benchmarks training-free --repeats 2 --output docs/benchmarks/training-free          # 7 min
+    OMP_NUM_THREADS=1 python -m examples.benchmarks budget --output docs/benchmarks/budget          # 10 min
 """
 
 import argparse
@@ -21,12 +22,17 @@ from stts_hf.cli.bench import command_line
 from stts_hf.cli.options import count
 
 from .asking import measure_questions
+from .budget import measure_mixture
 from .reading import measure_clip
 from .training_free import measure_methods
 
 CLIPS = (3600.0, 32.0)  # seconds
 # The smallest that are still mostly matrix products: a call each for ten questions takes ten times a prompt's seconds.
 ASKED = Workload("inference", "molmo2-small-long", 64, (0.5,), text_tokens=16, timestamp_tokens=3, decode_tokens=8)
+MIXED = (
+    Workload("inference", "molmo2-small-long", 32, text_tokens=20, timestamp_tokens=5),
+    Workload("inference", "qwen3-vl-small-long", 32, text_tokens=20, timestamp_tokens=5),
+)
 
 
 def cells(name: str, repeats: int, layers: list[int] | None) -> Iterator[dict[str, Any]]:
@@ -36,6 +42,9 @@ def cells(name: str, repeats: int, layers: list[int] | None) -> Iterator[dict[st
     if name == "training-free":
         yield from measure_methods(torch.device("cpu"), repeats, layers)
         return
+    if name == "budget":
+        yield from (measure_mixture(workload, repeats) for workload in MIXED)
+        return
     for workload in (ASKED, replace(ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)):
         yield measure_questions(workload, workload.ratios[0], torch.device("cpu"), repeats)
 
@@ -44,9 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures what the documentation claims.")
     parser.add_argument(
         "name",
-        choices=("decode", "ask", "training-free"),
+        choices=("decode", "ask", "training-free", "budget"),
         help="decode: 64 frames of a file, beside transformers' PyAV reader; ask: ten questions about one video; "
-        "training-free: cosine, EVS and random, in cost and in what they keep of what moves",
+        "training-free: cosine, EVS and random, in cost and in what they keep of what moves; "
+        "budget: still and busy videos by one threshold, beside one ratio",
     )
     parser.add_argument("--pruning-layers", nargs="+", type=int, metavar="L", help="training-free: layers to compare")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="timed rounds (default: 3)")
