@@ -26,7 +26,8 @@ class CacheRecord(DynamicLayer):
     seen: how many of the caller's tokens the cache stands for, dropped ones included.
     whole: whether columns and positions are the caller's, so that native code can continue.
     skips_hidden: whether hidden columns took no positions, as in `generate`; then the mask says all positions.
-    unusable: why no prompt fits the cache, or "".
+    unusable: why no prompt fits the cache, or "". is_recurrent: whether layers of the cache keep a state, which holds
+    what it has read even if columns are cut.
     """
 
     keys: torch.Tensor  # (B, 1, columns, 2) places and token ids
@@ -49,6 +50,7 @@ class CacheRecord(DynamicLayer):
         ids = torch.full_like(kept_indices, UNKNOWN) if token_ids is None else token_ids.to(kept_indices.device)
         self.keys, self.values = torch.stack([kept_indices, ids], dim=-1)[:, None], positions[:, None, :, None]
         self.seen, self.whole, self.skips_hidden, self.unusable = seen, whole, skips_hidden, ""
+        self.is_recurrent = False
 
     @property
     def kept_indices(self) -> torch.Tensor:
@@ -85,6 +87,8 @@ class CacheRecord(DynamicLayer):
     def attach(cache: Any, record: "CacheRecord | None") -> None:
         """Makes `record` the one of a cache, or takes that off."""
         if hasattr(cache, "layers"):
+            if record is not None:
+                record.is_recurrent = any(getattr(cache, "is_linear", ()))
             cache.layers = [layer for layer in cache.layers if not is_record(layer)] + [record] * (record is not None)
 
     @staticmethod
@@ -144,6 +148,8 @@ class CacheRecord(DynamicLayer):
         gone = before.shape[1] - self.columns
         if self.columns == 0:
             self.reset()
+        elif gone and self.is_recurrent:
+            self.unusable = "it was cropped, but the state of its recurrent layers holds what was cut."
         elif gone:
             places = set(before[:, self.columns].tolist())  # of the first column that is gone
             self.seen = max(places)

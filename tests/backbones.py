@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests import naive_qwen2_5_vl, naive_qwen3_vl, tiny, tiny_qwen2_5_vl, tiny_qwen3_vl, tiny_qwen3_vl_moe
+from tests import (
+    naive_qwen2_5_vl,
+    naive_qwen3_vl,
+    tiny,
+    tiny_qwen2_5_vl,
+    tiny_qwen3_5,
+    tiny_qwen3_vl,
+    tiny_qwen3_vl_moe,
+)
 from tests.modeling import reference
 
 Inputs = dict[str, Any]
@@ -132,6 +140,8 @@ BACKBONES = [
 ]
 # Whose tower and hooks are another one's: `test_mixtures.py` every day, the tests of every backbone among the slow.
 MIXTURES = [qwen_vl("qwen3_vl_moe", tiny_qwen3_vl_moe, naive_qwen3_vl)]
+# Whose text model keeps states, with which many of those tests do not deal: `test_hybrids.py`.
+HYBRIDS = [qwen_vl("qwen3_5", tiny_qwen3_5, naive_qwen3_vl, stock_rounding=2e-6)]  # gradients within 1.2e-6
 _SLOW = [pytest.param(backbone, marks=pytest.mark.slow) for backbone in MIXTURES]
 EVERY = [*BACKBONES, *_SLOW]
 # For tests of positions and caches: Molmo2 may close gaps in positions.

