@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "source",
         metavar="SOURCE",
-        help="STTS, Molmo2, dense Qwen3-VL or Qwen2.5-VL folder or Hub repository, or an original training checkpoint "
+        help="STTS, Molmo2 or Qwen folder or Hub repository (docs/backbones.md), or an original training checkpoint "
         "(model.pt or model_and_optim/, with config.yaml)",
     )
     parser.add_argument("destination", metavar="DESTINATION", help="folder to write, completely or not at all")
