@@ -45,6 +45,7 @@ def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
     def known(part: PreTrainedConfig, native: type[PreTrainedConfig]) -> dict[str, Any]:
         names = {field.name for field in dataclasses.fields(native)} - {"model_type", "architectures", "dtype"}
+        names |= {*native.attribute_map.values()}  # what a file calls some of them
         return {name: value for name, value in part.to_dict().items() if name in names}
 
     parts = config.native.sub_configs

@@ -11,7 +11,7 @@ from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock,
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.checkpoint_options import SMALL
 from stts_hf.cli.progress import note, progress_bar, stage
-from stts_hf.inference.generate import inputs_for
+from stts_hf.inference.generate import inputs_for, tensors_of
 from stts_hf.keeping import KeepRule, in_words, rule_arguments
 from stts_hf.wording import speed, spread
 
@@ -67,7 +67,7 @@ def time_prompts(
                 stages, cache = run(name, clock)
             cost.flops = {column: int(stages[part]) for column, part in COLUMNS.items()}
             cost.tokens = int(cache.get_seq_length())
-            cost.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+            cost.cache_bytes = sum(tensor.nbytes for layer in cache.layers for tensor in tensors_of(layer))
             bar.update()
         for name in [*costs] * repeats:
             stages, _ = run(name, Clock(model.device))

@@ -19,7 +19,7 @@ from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.main import main
 from stts_hf.inference.engine import answer_videos
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.checkpoints import DAILY, TINIES, load_tiny
+from tests.checkpoints import ALL_TINIES, EVERY, load_tiny
 from tests.small_disk import small_disk
 from tests.stts_hf.visualize.test_html_report import Page
 
@@ -34,10 +34,10 @@ def clip(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=DAILY)
+@pytest.fixture(scope="module", params=EVERY)
 def shown(request, clip, tmp_path_factory):
     """What the command writes and prints for a backbone."""
-    checkpoint = TINIES[request.param]
+    checkpoint = ALL_TINIES[request.param]
     folder = tmp_path_factory.mktemp("shown") / "made" / "output"
     command = ["visualize", str(clip), "--checkpoint", str(checkpoint), "--output", str(folder)]
     with pytest.MonkeyPatch.context() as patch:
