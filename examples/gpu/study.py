@@ -24,7 +24,7 @@ from .runner import RESULT, UNFINISHED, WORK
 BASE = Path("docs/study/base")
 SETTINGS: dict[str, dict[str, Any]] = {
     "tiny": {"steps": 1, "batch_size": 2, "warmup_steps": 0, "scorer_steps": 1, "ratios": (0.8,)},
-    # As docs/study.md asks for.
+    # As docs/study/README.md asks for.
     "full": {"steps": 300, "batch_size": 4, "scorer_steps": 2000},
 }
 # Made in two or three minutes; all of the data set's would take longer than a part has.
