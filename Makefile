@@ -20,7 +20,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
 FUZZ_CASES ?= 500
 
-.PHONY: demo docs test test-all coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers gpu stts-tiny lint clean
+.PHONY: demo docs pictures test test-all coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers gpu stts-tiny lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -93,6 +93,10 @@ test-transformers: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) parameterized==0.9.0
 	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx -o verbosity_subtests=0 tests/suites
+
+# Every picture of README, docs and cards, made again (apt-get install chromium).
+pictures: $(VENV)/.installed-dev
+	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m examples.pictures
 
 # All that a GPU is for, in parts under nine minutes each; docs/gpu.md says what. What has a result is not done again.
 # INSTALL=0 takes .venv, or else PYTHON, as it is. DEVICE=cpu SIZE=tiny runs all but the kernels, in two minutes.

@@ -48,6 +48,13 @@ def test_files_that_are_named_exist(page):
     assert [path for path in named if not (REPOSITORY / path).exists()] == []
 
 
+def test_every_picture_is_made_by_make_pictures():
+    """But for drawings."""
+    shown = {path.name for path in (REPOSITORY / "docs").iterdir() if path.suffix in (".png", ".jpg")}
+    made = (REPOSITORY / "examples" / "pictures.py").read_text()
+    assert [name for name in sorted(shown) if f'"{name}"' not in made] == []
+
+
 def test_readme_stays_within_110_lines():
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 110
 

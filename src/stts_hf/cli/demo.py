@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from stts_hf.cli.checkpoint_options import TINY, load_weights, open_checkpoint
+from stts_hf.cli.checkpoint_options import TINY, about_scorer, load_weights, open_checkpoint
 from stts_hf.cli.errors import need_extras, refused
 from stts_hf.cli.options import add_model_options, count, positive, processing
 from stts_hf.cli.progress import note
@@ -47,8 +47,11 @@ def execute(arguments: argparse.Namespace) -> None:
     assistant = VideoAssistant(load_weights(arguments, predictor), predictor.processor)
     set_rule(assistant.model.config.vision_config, rule_arguments(predictor.rule))
     name = Path(arguments.checkpoint).name
-    about = ABOUT_TINY if name == TINY.name else name
-    page = serving.build(assistant, limits=limits, processing=processing(arguments), about=about)
+    about = f"{name} on {assistant.model.device}"
+    if name == TINY.name:
+        about = " ".join([f"{about}. {ABOUT_TINY}", *about_scorer(arguments.checkpoint, ["scorer"])])
+    link = "" if Path(arguments.checkpoint).expanduser().exists() else f"https://huggingface.co/{arguments.checkpoint}"
+    page = serving.build(assistant, limits=limits, processing=processing(arguments), about=about, link=link)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are deleted
     note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
     serving.serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)

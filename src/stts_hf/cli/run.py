@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
+from stts_hf.cli.checkpoint_options import about_scorer, load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, refused
 from stts_hf.cli.options import FORMATS, add_model_options, check_output, is_url, processing
 from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
@@ -49,7 +49,7 @@ def execute(arguments: argparse.Namespace) -> int:
     answer = generate(arguments, predictor, prepared)
     print_answer(answer)
     with stage(f"Drawing {path}"):
-        draw(answer, path)
+        draw(answer, path, *about_scorer(arguments.checkpoint, [predictor.model.config.vision_config.selector]))
     print_lines(picture=str(path))
     if arguments.time:
         from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
@@ -126,7 +126,7 @@ def print_answer(answer: "Answer") -> None:
     )
 
 
-def draw(answer: "Answer", path: Path) -> None:
+def draw(answer: "Answer", path: Path, note: str = "") -> None:
     """Decodes the sampled frames once more and writes the contact sheet. Raises `CommandError` if one of them fails."""
     from stts_hf.checkpoints.atomic_folder import atomic_file
     from stts_hf.visualize.contact_sheet import contact_sheet
@@ -136,7 +136,8 @@ def draw(answer: "Answer", path: Path) -> None:
         frames = read_frames(answer.video, answer.timestamps, FRAME_SIDE)
     assert answer.keep_mask is not None  # there is an answer
     where: dict[str, Any] = {"grid": answer.grid, "timestamps": answer.timestamps, "tubelet": answer.tubelet}
-    sheet = contact_sheet(frames, answer.keep_mask, token_scores=answer.token_scores, title=answer.question, **where)
+    where |= {"title": answer.question, "note": note}
+    sheet = contact_sheet(frames, answer.keep_mask, token_scores=answer.token_scores, **where)
     wrong = f"The answer stands, but --output {path} cannot be written; name another file: "
     with refused(wrong, OSError), atomic_file(path) as new:
         sheet.save(new)

@@ -95,4 +95,4 @@ def print_times(costs: Mapping[str, Cost], num_parameters: int) -> None:
             cells += f"{spread(rounds) + beside:>36}"
         print(f"{name:<22}{cells}")
     if num_parameters < SMALL:
-        note("The model is too small to gain time: its passes cost more overhead than arithmetic. FLOPs show the gain.")
+        note("The model is too small for its times to count: they are mostly overhead. FLOPs and cache show the gain.")

@@ -139,7 +139,8 @@ def write_files(
         frames = read_frames(first.video, first.timestamps, FRAME_SIDE)
         for name, mask in masks.items():
             title = f"{name}: {first.question}"
-            sheet = contact_sheet(frames, mask, token_scores=scores[name], title=title, **where)
+            note = " ".join(notes) if SELECTORS[name].is_learned else ""
+            sheet = contact_sheet(frames, mask, token_scores=scores[name], title=title, note=note, **where)
             sheet.save(folder / f"contact_sheet.{name}.png")
         comparison(frames, masks, **where).savefig(folder / "comparison.png", dpi=DPI)
     with stage("Writing the video with its dropped blocks dimmed"):

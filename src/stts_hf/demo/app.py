@@ -24,7 +24,7 @@ from .visits import Visit, Visits
 HOUR = 3600
 BROKEN_OFF = 600  # seconds without a byte
 OF_SAMPLE = ("Which way does the red ring move?", "Which letter flashes up?", "What is moving in this video?")
-CHOOSE = "Choose a video, then ask about it."
+CHOOSE = "Choose a video or take the sample clip, then ask about it."
 SAW = "What the model saw"
 OF_ANY = ("What happens in this video?",)
 ASK: dict[str, Any] = {"submit_btn": "Ask", "stop_btn": False}
@@ -41,7 +41,7 @@ class Page:
     Args:
         answerer: answers the questions.
         sample: a video to try.
-        about: a sentence about the checkpoint, under the title.
+        about, link: a sentence about the checkpoint, under the title, and its address, if it has one.
         on_gpu: wraps `answerer.answer`, such as `spaces.GPU()` where a GPU is lent for one call at a time.
 
     Attributes:
@@ -49,7 +49,12 @@ class Page:
     """
 
     def __init__(
-        self, answerer: Answerer, sample: Path, about: str = "", on_gpu: Callable[[Answer], Answer] | None = None
+        self,
+        answerer: Answerer,
+        sample: Path,
+        about: str = "",
+        on_gpu: Callable[[Answer], Answer] | None = None,
+        link: str = "",
     ):
         self.answerer, self.limits, self.sample = answerer, answerer.limits, sample
         self.answer: Answer = on_gpu(answerer.answer) if on_gpu else answerer.answer
@@ -57,7 +62,7 @@ class Page:
         with gr.Blocks(title="Ask a video", analytics_enabled=False, delete_cache=(HOUR // 4, HOUR)) as self.blocks:
             # A lambda, since Gradio copies a bound method's object, weights included, with every page that it sends.
             self.owner = gr.State(None, time_to_live=HOUR, delete_callback=lambda owner: self._forget(owner))
-            gr.HTML(f"<h1>Ask a video</h1><p>{html.escape(about)}</p>", elem_id="head")
+            gr.HTML(page.introduction(about, link), elem_id="head")
             with gr.Row(elem_id="body"):
                 with gr.Column(min_width=320):
                     self._build_video(answerer)
@@ -108,6 +113,8 @@ class Page:
         )
         self.numbers = gr.HTML(elem_id="numbers", apply_default_css=False)
         self.compare = gr.Button("Ask again with nothing dropped", size="sm", visible=False, elem_id="compare")
+        label = "The last question in Python"
+        self.code = gr.Code(language="python", label=label, interactive=False, visible=False, elem_id="code")
 
     def _connect(self) -> None:
         # No event cancels another: Gradio's page sends cancellations last, which would also drop later questions.
@@ -116,7 +123,7 @@ class Page:
         at_once: dict[str, Any] = {**quiet, "concurrency_limit": None}
         turn: dict[str, Any] = {"concurrency_id": "answers", "concurrency_limit": self.limits.answers}
         asked_with = [self.video, self.percent, self.selector, self.threshold]
-        outputs = [self.box, self.chat, self.timeline, self.numbers, self.compare, self.owner]
+        outputs = [self.box, self.chat, self.timeline, self.numbers, self.compare, self.owner, self.code]
         views = [self.overlay, self.second, self.views]
         first = self.box.submit(
             self.ask, [self.box, *asked_with], outputs, api_name="ask", show_progress="hidden", **turn
@@ -226,10 +233,20 @@ class Page:
             self.numbers: page.table(visit.measured),
             self.compare: gr.Button(visible=bool(visit.turns and visit.measured) and not unpruned),
             self.box: gr.Textbox(**ASK),
+            self.code: gr.Code(self._python(visit), visible=bool(visit.turns and visit.measured)),
         }
 
+    def _python(self, visit: Visit) -> str:
+        if not (visit.turns and visit.measured and visit.video):
+            return ""
+        run, model = visit.measured[-1], next(iter(self.answerer.assistants.values())).model
+        checkpoint = Path(model.config.name_or_path)
+        named = checkpoint.name if checkpoint.is_absolute() else str(checkpoint)
+        return page.as_python(named, Path(visit.video).name, visit.turns[-1].question, run.rule, run.selector)
+
     def _untold(self) -> Changes:
-        return {self.chat: [], self.timeline: "", self.numbers: "", self.compare: gr.Button(visible=False)}
+        told = {self.chat: [], self.timeline: "", self.numbers: "", self.compare: gr.Button(visible=False)}
+        return told | {self.code: gr.Code("", visible=False)}
 
     def _undrawn(self) -> Changes:
         closed = {self.second: gr.Tab(SAW, interactive=False), self.views: gr.Tabs(selected="video")}

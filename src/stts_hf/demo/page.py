@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 
 from stts_hf.inference.requests import Answer
-from stts_hf.keeping import in_words
+from stts_hf.keeping import in_words, rule_arguments
 from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.selectors import SELECTORS
 
 from .held_clips import Progress
 
+# A frame before and after pruning: `x, y` of blocks that stay, of 4 x 4.
+KEPT_IN_DRAWING = ((1, 1), (2, 1), (1, 2), (3, 3))
 HEIGHT = 48  # of the timeline, in units of its drawing
 WATCHING, STOPPED = '<span class="origin">Reading the video …</span>', '<span class="origin">Stopped.</span>'
 
@@ -26,6 +28,37 @@ class Turn:
     progress: Progress | None = None
     finished: bool = False
     stopped: bool = False
+
+
+def introduction(about: str, link: str = "") -> str:
+    """What stands above everything: title, checkpoint and device, and what tokens, blocks and dimming are."""
+    named = html.escape(about)
+    if link:
+        named = f'<a href="{html.escape(link)}" target="_blank" rel="noopener">{named}</a>'
+    blocks = "".join(
+        f'<rect class="{kind}" x="{left + 12 * x}" y="{1 + 12 * y}" width="11" height="11"/>'
+        for left, pruned in ((1, False), (81, True))
+        for x in range(4)
+        for y in range(4)
+        for kind in ["kept" if not pruned or (x, y) in KEPT_IN_DRAWING else "dropped"]
+    )
+    return (
+        f"<h1>Ask a video</h1><p>{named}</p><div class='how'>"
+        f'<svg viewBox="0 0 130 50" role="img" aria-label="A frame of 16 blocks, of which 4 stay">{blocks}'
+        '<path d="M55 25h16m-5-5 5 5-5 5"/></svg>'
+        "<p>The model cuts each frame into blocks; each block becomes one token. Blocks that repeat the frame before "
+        "are dropped, so the model reads fewer tokens. Dropped blocks are dimmed and hatched in the video.</p></div>"
+    )
+
+
+def as_python(checkpoint: str, video: str, question: str, rule: KeepRule, selector: str) -> str:
+    """The last question on the page, in Python."""
+    named = ("pruning_ratio", "score_threshold")
+    keep = ", ".join(f"{name}={value!r}" for name, value in rule_arguments(rule).items() if name in named)
+    return (
+        f"import stts_hf\n\nassistant = stts_hf.load({checkpoint!r}, selector={selector!r})\n"
+        f"with assistant.watch({video!r}, {keep}) as clip:\n    print(clip.ask({question!r}).answer)\n"
+    )
 
 
 def messages(turns: Sequence[Turn]) -> list[dict[str, Any]]:

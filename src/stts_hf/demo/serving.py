@@ -30,6 +30,7 @@ def build(
     processing: Mapping[str, Any] | None = None,
     about: str = "",
     on_gpu: Callable[[Answer], Answer] | None = None,
+    link: str = "",
 ) -> Page:
     """
     The page for a model, to be served by `serve`.
@@ -38,7 +39,7 @@ def build(
         assistant: of `stts_hf.load`. Its selector is the first choice.
         limits: of visitors; `Limits()` by default.
         processing: which frames, such as `{"num_frames": 32}`.
-        about: a sentence about the checkpoint.
+        about, link: a sentence about the checkpoint, and its address.
         on_gpu: wraps `Answerer.answer`, such as `spaces.GPU()` where a GPU is lent for one call at a time. Clips cannot
             be held between such calls: pass `Limits(clips=0)`.
     """
@@ -50,7 +51,7 @@ def build(
     models = {name: with_selector(assistant.model, name) for name in usable_selectors(assistant.model)}
     assistants = {name: VideoAssistant(model, assistant.processor) for name, model in models.items()}
     answerer = Answerer(assistants, limits or Limits(), processing)
-    return Page(answerer, sample, about, on_gpu)
+    return Page(answerer, sample, about, on_gpu, link)
 
 
 def serve(page: Page, **options: Any) -> Any:

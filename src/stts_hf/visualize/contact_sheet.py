@@ -30,6 +30,7 @@ def contact_sheet(
     columns: int | None = None,
     title: str | None = None,
     tubelet: int = 1,
+    note: str = "",
 ) -> Image.Image:
     """
     Draws the frames of one video in reading order, dropped blocks dark and grey. Below each frame are its time, the
@@ -44,6 +45,7 @@ def contact_sheet(
         columns: frames per row; chosen by the number of frames when not given.
         title: a line above the summary, such as the question.
         tubelet: how many of the `F` frames the model merges into one of its `T`. They are drawn side by side.
+        note: a sentence for whoever sees the picture, under the summary.
 
     Returns:
         An RGB image, at most 1920 pixels wide unless `columns` asks for more.
@@ -68,13 +70,14 @@ def contact_sheet(
     label_height = _label_size(tile_width) + 18
     sheet_width = max(2 * MARGIN + columns * (tile_width + GAP) - GAP, 640)
     headlines = _wrap(title, sheet_width - 2 * MARGIN) if title else []
-    header_height = MARGIN + 32 * len(headlines) + 34
+    notes = _wrap(note, sheet_width - 2 * MARGIN) if note else []
+    header_height = MARGIN + 32 * len(headlines) + 34 + 22 * len(notes)
     sheet_height = header_height + rows * (tile_height + label_height + GAP) - GAP + MARGIN
 
     sheet = Image.new("RGB", (sheet_width, sheet_height), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     share = f"{mask.sum()} of {mask.size} video tokens kept ({mask.mean():.1%})"
-    _draw_header(draw, headlines, f"{len(frames)} frames, {share}; dimmed blocks were dropped")
+    _draw_header(draw, headlines, f"{len(frames)} frames, {share}; hatched blocks were dropped", notes)
     for index in range(num_tiles):
         left = MARGIN + (index % columns) * (tile_width + GAP)
         top = header_height + (index // columns) * (tile_height + label_height + GAP)
@@ -84,13 +87,16 @@ def contact_sheet(
             frame = frames[min(place, len(frames) - 1)]  # the last stays on
             tile = dim_dropped_blocks(frame, mask[index], grid, (end - start, tile_height))
             sheet.paste(tile, (left + start, top))
-        name = f"#{index}"
-        if timestamps is not None:
-            name = ", ".join(f"{time:.2f}" for time in timestamps[places.start : places.stop]) + " s"
+        name = _name(index, () if timestamps is None else timestamps[places.start : places.stop])
         if scores is not None and tile_width >= 200:
             name += f"   score {scores[index].mean():.2f}"
         _draw_count(draw, (left, top + tile_height + 3), tile_width, mask[index], name)
     return sheet
+
+
+def _name(index: int, timestamps: Sequence[float]) -> str:
+    """What a tile is called: by its times, or its number without any."""
+    return ", ".join(f"{time:.2f}" for time in timestamps) + " s" if len(timestamps) else f"#{index}"
 
 
 def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, keep: np.ndarray, name: str) -> None:
@@ -104,10 +110,13 @@ def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, 
     draw.text((left + width, top + 6), f"{kept}/{len(keep)}", font=font, fill=FAINT_TEXT, anchor="ra")
 
 
-def _draw_header(draw: ImageDraw.ImageDraw, headlines: Sequence[str], summary: str) -> None:
+def _draw_header(draw: ImageDraw.ImageDraw, headlines: Sequence[str], summary: str, notes: Sequence[str]) -> None:
     for line, text in enumerate(headlines):
         draw.text((MARGIN, MARGIN + 32 * line), text, font=ImageFont.load_default(22), fill=TEXT)
     draw.text((MARGIN, MARGIN + 32 * len(headlines) + 2), summary, font=ImageFont.load_default(17), fill=FAINT_TEXT)
+    for line, text in enumerate(notes):
+        place = (MARGIN, MARGIN + 32 * len(headlines) + 26 + 22 * line)
+        draw.text(place, text, font=ImageFont.load_default(15), fill=TEXT)
 
 
 def _wrap(title: str, width: int) -> list[str]:

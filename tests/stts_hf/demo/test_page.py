@@ -1,5 +1,6 @@
 """What the page shows in Gradio's components."""
 
+import ast
 import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
@@ -80,3 +81,18 @@ def test_a_turn_that_was_stopped_says_so_with_what_was_written():
     assert shown[0].startswith(f"A <b>ring</b>\n\n{page.STOPPED}")
     assert shown[1].strip().startswith(page.STOPPED)
     assert "empty" not in shown[1]
+
+
+def test_the_last_question_in_python_is_what_the_page_did():
+    said = page.as_python("user/name", "a 'clip'.mp4", 'Say "a"', KeepRule(0.25), "cosine")
+    calls = {getattr(node.func, "attr", ""): node for node in ast.walk(ast.parse(said)) if isinstance(node, ast.Call)}
+    given = {name: [ast.literal_eval(argument) for argument in calls[name].args] for name in ("load", "watch", "ask")}
+    assert given == {"load": ["user/name"], "watch": ["a 'clip'.mp4"], "ask": ['Say "a"']}
+    assert ast.literal_eval(calls["watch"].keywords[0].value) == 0.25
+    assert ast.literal_eval(calls["load"].keywords[0].value) == "cosine"
+
+
+def test_the_head_names_and_links_the_checkpoint_as_text():
+    said = page.introduction("<b>name</b>", 'https://huggingface.co/a"b')
+    assert "&lt;b&gt;name" in said
+    assert 'href="https://huggingface.co/a&quot;b"' in said
