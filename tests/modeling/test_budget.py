@@ -20,6 +20,7 @@ from tests.modeling.reference import (
     logits_of_row,
 )
 from tests.naive import NaiveThreshold
+from tests.version_marks import since_transformers_5_23
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), 3, Clip(2), 9], [6]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3, Picture(), 3], [7]]
@@ -234,11 +235,11 @@ def test_from_pretrained_takes_them(backbone, any_model, tmp_path):
         load(tmp_path, pruning_ratio=0.5, score_threshold=0.3)
 
 
-WAYS: dict[str, dict[str, Any]] = {
+WAYS: dict[str, Any] = {
     "greedy": {},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
     "without_cache": {"use_cache": False},
-    "static": {"cache_implementation": "static"},
+    "static": pytest.param({"cache_implementation": "static"}, marks=since_transformers_5_23),
     "sampled": {"do_sample": True, "num_return_sequences": 2},
 }
 
