@@ -131,11 +131,10 @@ class MropeBackbone(PruningBackbone):
         encoded: list[tuple[str, Any]] = [("video", pruned.video), ("image", pruned.images)]
         outputs = {}
         for index, (name, of) in enumerate((name, of) for name, of in encoded if of is not None):
-            taps = getattr(of, "deepstack_features", None)
-            outputs[name] = VideoFeatures(
-                pooler_output=pruned.by_row(index, pruned.features[index][1]),
-                deepstack_features=[pruned.by_row(index, torch.cat(list(tap))) for tap in taps] if taps else None,
-            )
+            features, taps = pruned.by_row(index, pruned.features[index][1]), None
+            if "visual.deepstack_merger_list" in self.parts:  # then native code takes a list, if of no taps
+                taps = [pruned.by_row(index, torch.cat(list(tap))) for tap in of.deepstack_features]
+            outputs[name] = VideoFeatures(pooler_output=features, deepstack_features=taps)
         return {"mm_encoder_outputs": outputs} if outputs else {}
 
     def position_tokens(

@@ -53,7 +53,7 @@ def test_overwriting_replaces_the_whole_folder(source, tmp_path):
 def test_a_folder_with_another_config_json_is_never_overwritten(source, tmp_path, config):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "config.json").write_text(config)
-    with pytest.raises(ValueError, match="no part of an STTS or stock checkpoint"):
+    with pytest.raises(ValueError, match="files of no STTS or stock checkpoint"):
         convert_checkpoint(source, tmp_path / "app", overwrite=True)
     assert (tmp_path / "app" / "config.json").read_text() == config
 

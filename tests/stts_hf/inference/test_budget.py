@@ -123,7 +123,7 @@ def test_scaling_adds_frames_until_the_budget_is_full_or_the_video_has_no_more(a
 
 
 def test_what_has_no_level_is_refused_before_a_video_is_read(assistant, monkeypatch):
-    with pytest.raises(ValueError, match="no level"):
+    with pytest.raises(ValueError, match="not comparable between videos"):
         stts_hf.load(TINY, device="cpu", selector="random", score_threshold=0.1)
     with pytest.raises(ValueError, match="leave out one"):
         assistant.answer("gone.mp4", QUESTION, pruning_ratio=0.5, score_threshold=0.1)
