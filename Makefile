@@ -46,7 +46,7 @@ coverage: $(VENV)/.installed-dev
 
 # New cases by the thousand, FUZZ_CASES of each test: in some minutes. A failure prints what makes it again.
 fuzz: $(VENV)/.installed-dev
-	FUZZ_CASES=$(FUZZ_CASES) $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) tests/fuzz
+	FUZZ_CASES=$(FUZZ_CASES) $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/fuzz
 
 # Bytes guided by coverage, on Linux: each target gets a fifth of SECONDS. What fails lies in build/fuzz, with its bytes.
 SECONDS ?= 600

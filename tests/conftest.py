@@ -49,8 +49,15 @@ def run_without_package(tmp_path) -> Callable[..., str]:
     return run
 
 
+BESIDE = ("study", "gpu", "benchmarks", "fuzz")  # folders of what runs in a checkout, beside the package
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by marks
 def pytest_collection_modifyitems(items):
-    """Skips tests marked `gpu`, saying why, where there is no CUDA device."""
+    """Makes tests `BESIDE` the package slow; skips those marked `gpu`, saying why, where there is no CUDA device."""
+    for item in items:
+        if any(item.path.is_relative_to(REPOSITORY / "tests" / folder) for folder in BESIDE):
+            item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -137,6 +137,7 @@ def test_a_prefill_compiles_once_per_frames_and_ratio():
         seen[frames, ratio] = True
 
 
+@pytest.mark.slow
 @since_torch_2_14
 @torch.no_grad()
 def test_batches_of_many_shapes_stop_compiling():
@@ -196,6 +197,7 @@ def test_a_whole_tower_breaks_where_the_counts_are_read_and_nowhere_else(backbon
     assert counts[2] == counts[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)
 @torch.no_grad()
 def test_generate_goes_on_with_compiled_layers(backbone):

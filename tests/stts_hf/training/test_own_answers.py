@@ -133,6 +133,7 @@ def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
     assert list(left["id"]) == ["row-2"]
 
 
+@pytest.mark.slow
 def test_from_clips_alone_to_a_checkpoint_and_on(data, undecided, tmp_path, capsys):
     """bfloat16 weights, the scorer in float32; killed after a step, and resumed."""
     more = MORE + "dtype: bfloat16\nbf16: true\nsave_steps: 1\n"
