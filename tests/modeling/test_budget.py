@@ -173,7 +173,7 @@ def test_a_frame_depends_on_no_later_frame(backbone, any_model, selector):
     assert not torch.equal(before.token_scores[0][3], after.token_scores[0][3])
     assert torch.equal(before.keep_mask[0][:3], after.keep_mask[0][:3])
     for frame in range(3):
-        torch.testing.assert_close(of_frame(before, frame), of_frame(after, frame), atol=1e-6, rtol=0)
+        torch.testing.assert_close(of_frame(before, frame), of_frame(after, frame), atol=2e-6, rtol=0)
 
 
 @torch.no_grad()
