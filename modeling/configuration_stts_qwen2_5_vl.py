@@ -1,6 +1,6 @@
 """Configuration of STTS on Qwen2.5-VL: Qwen's own, and what every backbone of STTS has."""
 
-from .settings_stts import MropeSettings, PruningConfig  # isort: split
+from .settings_stts import MropeConfig, MropeSettings  # isort: split
 
 from typing import Literal
 
@@ -23,15 +23,13 @@ class STTSQwen2_5_VLVisionConfig(MropeSettings, Qwen2_5_VLVisionConfig):
 
 
 @strict
-class STTSQwen2_5_VLConfig(PruningConfig, Qwen2_5_VLConfig):
+class STTSQwen2_5_VLConfig(MropeConfig, Qwen2_5_VLConfig):
     """
     Qwen2.5-VL's configuration with an `STTSQwen2_5_VLVisionConfig` and the fields of `TrainingSettings`, of which
     `pruned_position_ids` must be `"original"`. Settings of the vision config are arguments too.
     """
 
     model_type = "stts_qwen2_5_vl"
-    # In a position in time, height and width a dropped block leaves no gap to close.
-    pruned_position_ids: Literal["original"] = "original"
     native = Qwen2_5_VLConfig
     family = "Qwen2.5-VL"
     vision_class = STTSQwen2_5_VLVisionConfig

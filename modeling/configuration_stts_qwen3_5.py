@@ -1,8 +1,6 @@
 """Configuration of STTS on Qwen3.5, whose vision tower is Qwen3-VL's without deepstack."""
 
-from .settings_stts import PruningConfig  # isort: split
-
-from typing import Literal
+from .settings_stts import MropeConfig  # isort: split
 
 from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
@@ -19,11 +17,10 @@ class STTSQwen3_5VisionConfig(STTSQwen3VLVisionConfig):
 
 
 @strict
-class STTSQwen3_5Config(PruningConfig, Qwen3_5Config):
+class STTSQwen3_5Config(MropeConfig, Qwen3_5Config):
     """As `STTSQwen3VLConfig`, with a text model most of whose layers are recurrent."""
 
     model_type = "stts_qwen3_5"
-    pruned_position_ids: Literal["original"] = "original"
     native = Qwen3_5Config
     family = "dense Qwen3.5"
     vision_class = STTSQwen3_5VisionConfig

@@ -1,6 +1,6 @@
 """Configuration of STTS on Qwen3-VL: Qwen's own, and what every backbone of STTS has."""
 
-from .settings_stts import MropeSettings, PruningConfig  # isort: split
+from .settings_stts import MropeConfig, MropeSettings  # isort: split
 
 from typing import Literal
 
@@ -20,15 +20,13 @@ class STTSQwen3VLVisionConfig(MropeSettings, Qwen3VLVisionConfig):
 
 
 @strict
-class STTSQwen3VLConfig(PruningConfig, Qwen3VLConfig):
+class STTSQwen3VLConfig(MropeConfig, Qwen3VLConfig):
     """
     Qwen3-VL's configuration with an `STTSQwen3VLVisionConfig` and the fields of `TrainingSettings`, of which
     `pruned_position_ids` must be `"original"`. Settings of the vision config are arguments too.
     """
 
     model_type = "stts_qwen3_vl"
-    # In a position in time, height and width a dropped block leaves no gap to close.
-    pruned_position_ids: Literal["original"] = "original"
     native = Qwen3VLConfig
     family = "dense Qwen3-VL"
     vision_class = STTSQwen3VLVisionConfig

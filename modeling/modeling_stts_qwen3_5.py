@@ -39,8 +39,8 @@ class STTSQwen3_5Model(MropeBackbone, Qwen3_5Model):
         super().read_call(call, kwargs)
         if call.packed_rows:
             raise ValueError(
-                "`position_ids` start over (`packed_rows`), as for several samples in a row, but the recurrent layers "
-                "of Qwen3.5 would carry a state from one sample into the next. Pass the samples as rows of their own."
+                "`position_ids` start over (`packed_rows`): a row holds several samples, but recurrent layers would "
+                "carry the state of one sample into the next. Pass each sample as a row of its own."
             )
         if call.cache is not None and not any(getattr(call.cache, "is_linear", ())):
             raise ValueError(

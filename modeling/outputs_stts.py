@@ -139,8 +139,7 @@ class PruningHead(STTSGeneration):
         """The loss of routers as in the native model, over the tokens that are left; None where nobody asks for it."""
         if self.router_loss is None or outputs.router_logits is None:
             return None
-        text, kept_indices, mask = self.config.text_config, outputs.kept_indices, tokens.padding_mask
-        mask = None if mask is None else mask[:, -tokens.shape[1] :]
+        text, kept_indices, mask = self.config.text_config, outputs.kept_indices, tokens.new_padding_mask
         if kept_indices is not None:
             mask = KeptSequence(kept_indices, tokens.shape[1]).take_mask(mask)
         loss: torch.Tensor = self.router_loss(outputs.router_logits, text.num_experts, text.num_experts_per_tok, mask)
@@ -151,8 +150,7 @@ class PruningHead(STTSGeneration):
         order = token_order(tokens.position_ids, self.model.num_axes)
         if order is None or order.dim() != 2 or packed_rows is False:
             return None
-        mask = None if tokens.padding_mask is None else tokens.padding_mask[:, -tokens.shape[1] :]
-        return find_samples(order.expand(tokens.shape), mask)
+        return find_samples(order.expand(tokens.shape), tokens.new_padding_mask)
 
 
 def share_of_step(

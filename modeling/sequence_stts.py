@@ -84,6 +84,11 @@ class Tokens:
         mask = self.attention_mask
         return mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
 
+    @property
+    def new_padding_mask(self) -> torch.Tensor | None:
+        """The same without cached columns."""
+        return None if self.padding_mask is None else self.padding_mask[:, -self.shape[1] :]
+
 
 def check_tensor(name: str, value: Any) -> None:
     """Raises `TypeError` for what is neither a tensor nor None."""

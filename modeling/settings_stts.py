@@ -300,3 +300,9 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         """As in transformers, with an entry in `auto_map` for every auto class that a checkpoint serves."""
         self.auto_map = dict(self.auto_classes)  # those of a Hub repository it was loaded from would point back there
         super().save_pretrained(save_directory, push_to_hub, **kwargs)
+
+
+class MropeConfig(PruningConfig):
+    """`PruningConfig` of tokens with a position in time, height and width: a dropped block leaves no gap to close."""
+
+    pruned_position_ids: Literal["original"] = "original"

@@ -3,6 +3,7 @@
 import argparse
 import statistics
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 
 def percent(share: float) -> str:
@@ -37,6 +38,11 @@ def speed(base: Sequence[float], ours: Sequence[float]) -> str:
     ratios = [one / other for one, other in zip(base, ours, strict=True)]
     agree = min(ratios) > 1 or max(ratios) < 1
     return f"{statistics.median(base) / statistics.median(ours):.2f}x" if agree else "rounds disagree"
+
+
+def shown_name(checkpoint: str) -> str:
+    """What pages call a checkpoint: as it was given, without the folders of this machine."""
+    return Path(checkpoint).name if Path(checkpoint).is_absolute() else checkpoint
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str = "") -> str:

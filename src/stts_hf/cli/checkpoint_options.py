@@ -38,11 +38,6 @@ def find_checkpoint(checkpoint: str | None, revision: str | None = None) -> str:
     raise CommandError(f"--checkpoint is needed: a folder or Hub name. (Only a source checkout has {TINY}.)")
 
 
-def shown_name(checkpoint: str) -> str:
-    """What pages call a checkpoint: as it was given, without the folders of this machine."""
-    return Path(checkpoint).name if Path(checkpoint).is_absolute() else checkpoint
-
-
 def about_scorer(checkpoint: str, selectors: Iterable[str]) -> list[str]:
     """A sentence beside pictures where the scorer has only seen synthetic clips."""
     if Path(checkpoint).name != TINY.name or "scorer" not in selectors:

@@ -3,11 +3,12 @@
 import argparse
 from pathlib import Path
 
-from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint, shown_name
+from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import add_model_options, check_output, is_url, processing, seconds
 from stts_hf.cli.progress import print_lines, stage
 from stts_hf.cli.run import FRAME_SIDE, check_video
+from stts_hf.wording import shown_name
 
 PAGE = Path("explanation.html")
 

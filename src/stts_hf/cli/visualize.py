@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.checkpoint_options import about_scorer, shown_name
+from stts_hf.cli.checkpoint_options import about_scorer
 from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import add_model_options, check_writable, natural
 from stts_hf.cli.progress import note, print_lines, stage
 from stts_hf.cli.run import FRAME_SIDE, check_video, generate, open_video
 from stts_hf.selectors import SELECTORS
+from stts_hf.wording import shown_name
 
 if TYPE_CHECKING:
     from stts_hf.cli.stock_times import Cost

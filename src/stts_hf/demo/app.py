@@ -16,6 +16,7 @@ from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.selectors import SELECTORS
 from stts_hf.video.sources import is_url
 from stts_hf.visualize.overlay import write_overlays
+from stts_hf.wording import shown_name
 
 from . import page
 from .held_clips import Answerer, Progress, check_video
@@ -240,8 +241,7 @@ class Page:
         if not (visit.turns and visit.measured and visit.video):
             return ""
         run, model = visit.measured[-1], next(iter(self.answerer.assistants.values())).model
-        checkpoint = Path(model.config.name_or_path)
-        named = checkpoint.name if checkpoint.is_absolute() else str(checkpoint)
+        named = shown_name(model.config.name_or_path)
         return page.as_python(named, Path(visit.video).name, visit.turns[-1].question, run.rule, run.selector)
 
     def _untold(self) -> Changes:

@@ -19,7 +19,7 @@ from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, parts_of, usable_s
 from stts_hf.modeling.plan_stts import TowerCache
 from stts_hf.video.processors import get_frames
 
-from .generate import ReadHeads, inputs_for, read_heads, tokenize_tails, with_masks
+from .generate import ReadHeads, inputs_for, read_heads, tokenize, tokenize_tails, with_masks
 from .requests import Answer, Prepared, Request, ask_about, prepare, processing_options
 
 NEAR = 0.25  # seconds: a moment counts as sampled if a sampled frame is this near
@@ -117,10 +117,14 @@ class Reading:
             self.unit = tower + text
         self.spent += (tower * (self.rest * kept if self.spent else 1) + text) / self.unit
 
+    def answered(self, answer: torch.Tensor) -> torch.Tensor:
+        """Ids (1, L) of the question and of an answer's tokens (tokens,)."""
+        return torch.cat([self.tail["input_ids"][0], answer.cpu()])[None].to(self.model.device)
+
     @torch.no_grad()
     def rate(self, heads: ReadHeads, answer: torch.Tensor) -> float:
         """The probability of an answer's tokens (tokens,)."""
-        tail = torch.cat([self.tail["input_ids"][0], answer.cpu()])[None].to(self.model.device)
+        tail = self.answered(answer)
         mask = torch.cat([heads.tokens["attention_mask"], torch.ones_like(tail)], dim=-1)
         given = {"past_key_values": heads.take(torch.tensor([0]), keep=True), "attention_mask": mask}
         return likelihood(self.model(input_ids=tail, **given, logits_to_keep=len(answer) + 1).logits, answer)[0]
@@ -144,7 +148,7 @@ class Reading:
     @torch.no_grad()
     def holds(self, **keep: Any) -> tuple[bool, float]:
         """Whether the target is the greedy answer, and its probability, in one pass."""
-        tail = torch.cat([self.tail["input_ids"][0], self.target.cpu()])[None].to(self.model.device)
+        tail = self.answered(self.target)
         more = {"input_ids": tail, "attention_mask": torch.ones_like(tail), "mm_token_type_ids": torch.zeros_like(tail)}
         texts = {name: torch.cat([self.inputs[name], of[:1]], -1) for name, of in more.items() if name in self.inputs}
         options = {**keep, "tower_cache": self.tower_cache, "use_cache": False, "logits_to_keep": len(self.target) + 1}
@@ -155,9 +159,9 @@ class Reading:
 
     def look_for(self, text: str) -> None:
         """Sets the target."""
-        (ids,) = self.processor.tokenizer([text], add_special_tokens=False)["input_ids"]
+        (ids,) = tokenize(self.processor, [text])
         ends = self.model.generation_config.eos_token_id
-        self.target = torch.tensor([*ids, *([ends] if isinstance(ends, int) else ends or [])[:1]])
+        self.target = torch.tensor([*ids.tolist(), *([ends] if isinstance(ends, int) else ends or [])[:1]])
 
 
 def likelihood(logits: torch.Tensor, answer: torch.Tensor) -> tuple[float, bool]:
@@ -264,7 +268,7 @@ def find_turn(reading: Reading, low: float, high: float, low_holds: bool) -> tup
 
 
 def more_frames(processor: Processor, begun: Answer, number: int) -> dict[str, Any]:
-    """Options of a processor's call that sample so many frames of a video."""
+    """Options of a processor's call for this number of frames."""
     options: dict[str, Any] = {"num_frames": number}
     rate, most = (number - 1) / (begun.duration or math.inf), get_frames(processor.video_processor)["max_fps"]
     return options if most is None or rate <= most else options | {"max_fps": math.ceil(rate)}
@@ -311,7 +315,7 @@ def explain(
     others = {name: reading.ask(KeepRule(share), with_selector(model, name)) for name in names}
     found = _search(reading, whole, asked, share, wanted, at)
     if found["cause"] == "unknown" or (found["cause"] == "not sampled" and at is not None):
-        found |= _look_closer(reading, request, {**options}, rule, wanted, at)
+        found |= _look_closer(reading, request, options, rule, wanted, at)
     good = [name for name, finding in others.items() if finding.gives(wanted) and name != "random"]
     remedies: list[dict[str, Any]] = [{"selector": name} for name in good if not asked.gives(wanted)]
     if not asked.gives(wanted) and whole.gives(wanted):
@@ -327,15 +331,8 @@ def _search(
     puts_back, answer = not asked.gives(wanted), asked.answer
     assert answer.keep_mask is not None  # there is a video
     near = {place // answer.tubelet for place, time in enumerate(answer.timestamps) if abs(time - (at or 0)) <= NEAR}
-    found: dict[str, Any] = {
-        "puts_back": puts_back,
-        "blocks": (),
-        "turns": None,
-        "cause": "unknown",
-        "moment": (),
-        "at": at,
-    }
-    found |= {"more_frames": ()} | ({} if at is None else {"moment": (at,)})
+    found: dict[str, Any] = {"puts_back": puts_back, "blocks": (), "turns": None, "more_frames": ()}
+    found |= {"cause": "unknown", "at": at, "moment": () if at is None else (at,)}
     if whole.gives(wanted) or not puts_back:
         top = 1 - answer.grid[0] * answer.grid[1] / answer.video_tokens  # but the first frame
         if whole.gives(wanted) == puts_back:
