@@ -26,8 +26,9 @@ from .configuration_stts import STTSConfig
 from .outputs_stts import PruningHead
 from .plan_stts import VideoFeatures, check_tensors
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
+from .raster_tower_stts import RasterOutput, RasterPlan
 from .sequence_stts import Tokens
-from .vision_stts import STTSAdapter, STTSVisionModel, STTSVisionOutput, STTSVisionPlan, check_video_inputs
+from .vision_stts import STTSAdapter, STTSVisionModel, check_video_inputs
 from .vision_tokens_stts import (
     MASKED_TEXT_ATTENTION,
     add_features,
@@ -120,7 +121,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         videos = placeholders_of_videos(placeholders, frame_starts, image_starts)
         return videos, placeholders & ~videos
 
-    def plan_videos(self, vision: dict[str, Any]) -> STTSVisionPlan:
+    def plan_videos(self, vision: dict[str, Any]) -> RasterPlan:
         """
         vision: pixel_values_videos (F, N, pixels) frames of all videos, video_token_pooling
         (G, S) patches of each block, -1 for padding, video_grids (V, 3) = (T, rows, cols). Raises `ValueError` where
@@ -129,7 +130,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
         self.config.validate_vision_config()
         grids = check_video_inputs(vision, self.config.vision_config)
         num_layers = self.config.vision_config.num_hidden_layers
-        return STTSVisionPlan(
+        return RasterPlan(
             vision["video_token_pooling"].to(vision["pixel_values_videos"].device).long(),
             grids,
             feature_layers=[layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
@@ -141,14 +142,12 @@ class STTSModel(PruningBackbone, Molmo2Model):
             return tokens.position_ids
         return close_gaps(tokens.position_ids, ~keeps, tokens.sample_ids)
 
-    def encode_videos(self, pixel_values: torch.Tensor, plan: STTSVisionPlan, **kwargs: Any) -> VideoFeatures:
+    def encode_videos(self, pixel_values: torch.Tensor, plan: RasterPlan, **kwargs: Any) -> VideoFeatures:
         """Scores the blocks of all frames (F, N, pixels), drops what the plan says and pools the rest."""
         if pixel_values.dim() == 4:
             pixel_values = pixel_values.flatten(0, 1)
-        vision: STTSVisionOutput = self.vision_tower(pixel_values, plan, **kwargs)
-        features = self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state
-        shared = {name: value for name, value in vision.items() if name in VideoFeatures.__dataclass_fields__}
-        return VideoFeatures(**shared, pooler_output=features.split(plan.num_kept))
+        vision: RasterOutput = self.vision_tower(pixel_values, plan, **kwargs)
+        return vision.connected(self.multi_modal_projector(vision.features, valid=vision.valid).last_hidden_state, plan)
 
     def count_image_tokens(self, vision: dict[str, Any]) -> list[int]:
         """Those of the small view and of the crops."""

@@ -26,6 +26,8 @@ class SpanLayer(nn.Module):
 
     # Names of the first norm, the attention, its output projection and the second norm.
     names: ClassVar[tuple[str, str, str, str]] = ("norm1", "attn", "proj", "norm2")
+    # What the attention calls its scale and its dropout.
+    options: ClassVar[tuple[str, str]] = ("scaling", "attention_dropout")
     mlp: Any
 
     def project(
@@ -49,9 +51,10 @@ class SpanLayer(nn.Module):
         if spans is None:
             return super().forward(hidden_states, *arguments, **kwargs)
         norm1, attention, norm2 = (getattr(self, self.names[index]) for index in (0, 1, 3))
-        dropout, kernel = attention.attention_dropout if self.training else 0.0, attention.config._attn_implementation
+        scaling, dropout = (getattr(attention, name) for name in self.options)
+        dropout, kernel = dropout if self.training else 0.0, attention.config._attn_implementation
         projected = self.project(norm1(hidden_states), spans.queries, *rotation)
-        attended = packed_attention(*projected, spans, attention.scaling, arguments[0], dropout, kernel)
+        attended = packed_attention(*projected, spans, scaling, arguments[0], dropout, kernel)
         del projected  # with what else is unused, it would lie beside the MLP's much wider states
         if spans.queries is not None:
             hidden_states = hidden_states[spans.queries]

@@ -1,54 +1,20 @@
-"""Molmo2's vision tower and connector with token scoring.
+"""Molmo2's vision tower and connector with token scoring; `raster_tower_stts` has the tower's `forward`."""
 
-Patches of a frame come row by row; the tower gathers them block by block. `tower_stts` has the pass.
-"""
-
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.molmo2.modeling_molmo2 import Molmo2Adapter, Molmo2VisionEncoderLayer, Molmo2VisionModel
 
 from .attention_stts import AttentionSpans
 from .configuration_stts import STTSVisionConfig
-from .plan_stts import PruningPlan, VideoFeatures, check_finite, check_grids, check_tensors
-from .tower_stts import PruningTower, SpanLayer
+from .plan_stts import check_finite, check_grids, check_tensors
+from .raster_tower_stts import RasterSpanLayer, RasterTower
 
 # Per call of the connector: kernels put the batch into a dimension of CUDA's grid, which has this limit.
 MAX_GRID_BLOCKS = 65535
-
-
-@dataclass
-class STTSVisionOutput(VideoFeatures):
-    """
-    `VideoFeatures` before the connector. features: (K, S, D * feature layers), the patches of kept blocks. valid: (K,
-    S) bool or None, False for padding. hidden_states: (F, N, D) up to the pruning layer and (P, D) after it.
-    """
-
-    features: torch.Tensor = None  # type: ignore[assignment]  # `ModelOutput` wants a default
-    valid: torch.Tensor | None = None
-
-
-@dataclass
-class STTSVisionPlan(PruningPlan):
-    """feature_layers: layers whose outputs the connector takes, not negative."""
-
-    feature_layers: list[int] = field(default_factory=list)
-
-    def check_blocks(self, num_patches: int) -> None:
-        """Raises `ValueError` where a video's blocks have fewer slots than its frames have patches (`N`)."""
-        window_size = self.block_patches.shape[1]
-        for _, rows, cols in self.grids:
-            if rows * cols * window_size < num_patches:
-                raise ValueError(
-                    f"`video_grids` has {rows} x {cols} blocks of {window_size} patches, too few for the {num_patches} "
-                    "patches of a frame. The video processor's `size`, `patch_size` and `pooling_size` must be those "
-                    "of `vision_config`."
-                )
 
 
 def check_video_inputs(vision: dict[str, Any], vision_config: STTSVisionConfig) -> list[tuple[int, int, int]]:
@@ -114,35 +80,16 @@ def first_fit_descending(lengths: list[int], capacity: int) -> list[list[int]]:
     return bins
 
 
-class STTSVisionEncoderLayer(SpanLayer, Molmo2VisionEncoderLayer):
+class STTSVisionEncoderLayer(RasterSpanLayer, Molmo2VisionEncoderLayer):
     """Native layer, and beside it attention within the frames of videos."""
 
-    names = ("layer_norm1", "self_attn", "o_proj", "layer_norm2")
 
-    def project(
-        self, states: torch.Tensor, queries: torch.Tensor | None, *rotation: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        attention, groups = self.self_attn, self.self_attn.num_key_value_groups
-        query = attention.q_proj(states if queries is None else states[queries])
-        key, value = attention.k_proj(states), attention.v_proj(states)
-        query, key, value = (part.unflatten(-1, (-1, attention.head_dim)) for part in (query, key, value))
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, dim=-2), value.repeat_interleave(groups, dim=-2)
-        return query, key, value
-
-
-class STTSVisionModel(PruningTower, Molmo2VisionModel):
+class STTSVisionModel(RasterTower, Molmo2VisionModel):
     """Molmo2's ViT, which for videos scores blocks after layer `pruning_layer` and drops the lowest."""
 
     config: STTSVisionConfig
+    layer = STTSVisionEncoderLayer
     _no_split_modules: ClassVar[list[str]] = ["STTSVisionEncoderLayer", "TokenScorer"]  # type: ignore[misc]
-
-    def __init__(self, config: STTSVisionConfig):
-        config.validate_pruning()  # fields may have been set since construction
-        super().__init__(config)
-        self.layers = nn.ModuleList([STTSVisionEncoderLayer(config) for _ in range(config.num_hidden_layers)])
-        self.add_scorer(config.hidden_size, config.intermediate_size, config.num_attention_heads, config.head_dim)
-        self.post_init()
 
     def add_context(self, slots: torch.Tensor, spans: AttentionSpans, valid: torch.Tensor | None) -> torch.Tensor:
         """
@@ -159,40 +106,14 @@ class STTSVisionModel(PruningTower, Molmo2VisionModel):
         alone[[span for span, *others in first_fit_descending(left, max(whole)) if not others]] = True
         return (kept | alone.to(slots.device).repeat_interleave(bounds.diff())).nonzero().squeeze(-1)
 
-    def embed(self, pixel_values: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """Patches of frames with their positions, block by block: (G * S, D)."""
-        patches = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
-        patches = patches + self.positional_embedding[None].to(patches)
-        return patches.flatten(0, 1)[table.flatten().clamp_min(0)]
+    @property
+    def num_patches(self) -> int:
+        return self.positional_embedding.shape[0]
 
-    def forward(self, pixel_values: torch.Tensor, pruning: STTSVisionPlan | None = None, **kwargs: Any) -> Any:
-        """
-        pixel_values: (F, N, patch_size^2 * channels). Without `pruning` as in Molmo2; with it, frames of videos:
-        returns an `STTSVisionOutput`, with the layers' outputs where `output_hidden_states` asks for them. Raises
-        `ValueError` where the blocks of `pruning` leave out patches, and as `check_call`.
-        """
-        if pruning is None:
-            return super().forward(pixel_values, **kwargs)
-        returns_states, table = self.check_call(kwargs), pruning.block_patches
-        pruning.check_blocks(pixel_values.shape[1])
-        (frames, num_patches, _), width = pixel_values.shape, self.config.hidden_size
-        valid = table >= 0 if table.numel() > frames * num_patches else None
-        lengths = [table.shape[1] * rows * cols for num_frames, rows, cols in pruning.grids for _ in range(num_frames)]
-        spans, taps = [AttentionSpans.of_lengths(lengths, table.device)], pruning.feature_layers
-        layers = self.layers[: 1 + max(*taps, self.config.pruning_layer + 1)]  # up to the one that prunes
-        found, kept, states, tapped = self.encode_blocks(
-            self.embed(pixel_values, table), layers, taps, returns_states, pruning, spans, valid=valid
-        )
-        if returns_states:
-            raster = table.flatten().argsort()[table.numel() - frames * num_patches :]  # padding slots are -1
-            last = self.config.pruning_layer + 1  # of those that hold all patches
-            whole = tuple(part[raster].view(frames, num_patches, width) for part in states[: last + 1])
-            found["hidden_states"] = whole + states[last + 1 :]
-        features = torch.cat(tapped, dim=-1).unflatten(0, (-1, table.shape[1]))  # (K, S, D * feature layers)
-        if valid is not None:
-            valid = valid[kept]
-            features = features * valid[..., None].to(features.dtype)
-        return STTSVisionOutput(**found, features=features, valid=valid)
+    def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        """pixel_values: (F, N, patch_size^2 * channels)."""
+        patches = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
+        return patches + self.positional_embedding[None].to(patches)
 
 
 class STTSAdapter(Molmo2Adapter):

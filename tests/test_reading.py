@@ -35,7 +35,7 @@ def defined_in(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     ("heading", "most_files"),
     [
-        ("From `processor(...)` to `logits`", 10),
+        ("From `processor(...)` to `logits`", 11),
         ("From a question to its answer", 8),
         ("From a YAML file to the first gradient", 8),
     ],

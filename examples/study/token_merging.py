@@ -22,7 +22,8 @@ from torch import nn
 from stts_hf.modeling.attention_stts import AttentionSpans, packed_attention
 from stts_hf.modeling.configuration_stts import STTSConfig, STTSVisionConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration, STTSModel
-from stts_hf.modeling.vision_stts import STTSVisionEncoderLayer, STTSVisionModel, STTSVisionOutput, STTSVisionPlan
+from stts_hf.modeling.raster_tower_stts import RasterOutput, RasterPlan
+from stts_hf.modeling.vision_stts import STTSVisionEncoderLayer, STTSVisionModel
 
 
 @torch.no_grad()
@@ -146,10 +147,10 @@ class MergingVisionModel(STTSVisionModel):
         self.layers = nn.ModuleList([MergingEncoderLayer(config) for _ in range(config.num_hidden_layers)])
         self.post_init()
 
-    def forward(self, pixel_values: torch.Tensor, pruning: STTSVisionPlan | None = None, **kwargs: Any) -> Any:
+    def forward(self, pixel_values: torch.Tensor, pruning: RasterPlan | None = None, **kwargs: Any) -> Any:
         """
         pixel_values: (F, N, patch_size^2 * channels). Images, and videos that lose nothing or everything, go through
-        the unpruned layers. Else returns an `STTSVisionOutput`: `features` are groups of merged patches,
+        the unpruned layers. Else returns a `RasterOutput`: `features` are groups of merged patches,
         `keep_mask` the blocks in whose places they go, `token_scores` of a block how many tokens each of its patches
         makes: 1 where it is by itself, 1 / s in a token of s patches, 0 in a frame that gets no token. Raises
         `ValueError` where the blocks of `pruning` leave out patches or there are too few layers to merge so much, and
@@ -162,8 +163,7 @@ class MergingVisionModel(STTSVisionModel):
                 raise ValueError(f"`{name}` is True, but a tower that merges tokens has none to return; leave it out.")
         num_patches = pixel_values.shape[1]
         pruning.check_blocks(num_patches)
-        hidden_states = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)
-        hidden_states = hidden_states + self.positional_embedding[None].to(hidden_states)
+        hidden_states = self.embed(pixel_values)  # (F, N, D)
 
         budgets = [  # blocks and tokens of each frame
             (rows * cols, kept * (frame + 1) // frames - kept * frame // frames)
@@ -181,7 +181,7 @@ class MergingVisionModel(STTSVisionModel):
         features, valid, keep_mask, token_scores = (torch.cat(part) for part in zip(*parts, strict=True))
         window_size = tables[0].shape[1]
         padded = any(num_patches * tokens // blocks < tokens * window_size for blocks, tokens in budgets)
-        return STTSVisionOutput(
+        return RasterOutput(
             features=features,
             valid=valid if padded else None,
             token_scores=pruning.per_video(token_scores.flatten()),

@@ -23,6 +23,7 @@ CORE = [
     "generation",
     "outputs",
     "tower",
+    "raster_tower",
     "mrope",
     "mrope_tower",
 ]
