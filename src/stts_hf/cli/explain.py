@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
     need_extras("The page needs one more", "visualize")
     predictor = open_checkpoint(arguments)
     from stts_hf.checkpoints.atomic_folder import atomic_file
-    from stts_hf.inference.explain import explain
+    from stts_hf.inference.assistant import VideoAssistant
     from stts_hf.keeping import rule_arguments
     from stts_hf.video.sources import download, download_limits
     from stts_hf.visualize.explanation import commands, sentences, settings_of, write_explanation
@@ -50,7 +50,7 @@ def execute(arguments: argparse.Namespace) -> int:
         with stage("Answering with other settings, and with other blocks"):
             options = {"max_new_tokens": arguments.max_new_tokens, **rule_arguments(predictor.rule)}
             options |= {"expected": arguments.expected, "at": arguments.at, "processing": processing(arguments)}
-            found = explain(model, predictor.processor, source, arguments.question, **options)
+            found = VideoAssistant(model, predictor.processor).explain(source, arguments.question, **options)
         with stage(f"Drawing {arguments.output}"):
             frames = read_frames(source, found.asked.answer.timestamps, FRAME_SIDE)
     print_lines(question=arguments.question)

@@ -18,6 +18,7 @@ from .engine import answer_videos
 from .explain import Explanation, explain
 from .generate import generate_options
 from .inputs import ENDINGS
+from .reading import Reading
 from .requests import Answer
 
 
@@ -198,4 +199,4 @@ class VideoAssistant:
             ValueError: nothing is dropped of the video; `at` is behind its end; and as `answer`.
         """
         check_one_video(video)
-        return explain(self.model, self.processor, video, question, expected=expected, at=at, **options)
+        return explain(Reading(self.model, self.processor, video, question, expected=expected, **options), at)

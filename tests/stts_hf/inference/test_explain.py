@@ -86,10 +86,13 @@ def test_several_videos_are_refused(tiny, media):
         tiny.explain([str(media / "two.mp4"), str(media / "three.mp4")], QUESTION)
 
 
-def test_an_answer_that_no_setting_gives_is_not_looked_for_among_blocks(tiny, media):
-    found = tiny.explain(str(media / "five.mkv"), QUESTION, expected="a purple elephant", **NEW)
+@pytest.mark.parametrize("keep", [{}, {"video_token_budget": 30}], ids=["ratio", "budget"])
+def test_an_answer_that_no_setting_gives_is_not_looked_for_among_blocks(tiny, media, keep):
+    found = tiny.explain(str(media / "five.mkv"), QUESTION, expected="a purple elephant", **NEW, **keep)
     assert (found.cause, found.blocks, found.remedies) == ("unknown", (), ())
     assert found.cost <= 10
+    for finding in (found.asked, found.whole):  # what is looked for is not what they answer
+        assert finding.expected < finding.probability
 
 
 def test_a_moment_between_frames_was_never_sampled(tiny, tmp_path):
