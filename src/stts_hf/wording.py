@@ -25,10 +25,20 @@ def share(text: str) -> float:
     return value
 
 
-def spread(rounds: Sequence[float]) -> str:
+def spread(rounds: Sequence[float], digits: int = 1) -> str:
     """Median of rounds, with the lowest and the highest of several: "12.3 (11.9-13.0)"."""
-    median = f"{statistics.median(rounds):.1f}"
-    return median if len(rounds) < 2 else f"{median} ({min(rounds):.1f}-{max(rounds):.1f})"
+    low, median, high = (f"{of(rounds):.{digits}f}" for of in (min, statistics.median, max))
+    return median if len(rounds) < 2 else f"{median} ({low}-{high})"
+
+
+def gigaflop(flops: float) -> str:
+    """Three digits, and no power of ten: "0.915", "12.3", "1,235"."""
+    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:#.3g}"
+
+
+def saved(base: float, ours: float) -> str:
+    """How much more or less than `base`: "-63%"; empty beside nothing."""
+    return f"{ours / base - 1:+.0%}" if base else ""
 
 
 def speed(base: Sequence[float], ours: Sequence[float]) -> str:

@@ -13,7 +13,7 @@ from stts_hf.cli.checkpoint_options import SMALL
 from stts_hf.cli.progress import note, progress_bar, stage
 from stts_hf.inference.generate import inputs_for, tensors_of
 from stts_hf.keeping import KeepRule, in_words, rule_arguments
-from stts_hf.wording import speed, spread
+from stts_hf.wording import gigaflop, saved, speed, spread
 
 COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 STOCK = "stock model"
@@ -84,8 +84,8 @@ def print_times(costs: Mapping[str, Cost], num_parameters: int) -> None:
     for name, cost in costs.items():
         cells = f"{cost.tokens:>16,}{cost.cache_bytes / 1024:>14,.0f}"
         for column, flops in cost.flops.items():
-            saved = f" ({flops / stock.flops[column] - 1:+.0%})" if cost is not stock and stock.flops[column] else ""
-            cells += f"{f'{flops / 1e9:.3g}{saved}':>28}"
+            beside = "" if cost is stock else f" ({saved(stock.flops[column], flops)})".removesuffix(" ()")
+            cells += f"{gigaflop(flops) + beside:>28}"
         print(f"{name:<22}{cells}")
     print(f"\n{'median, ms (spread)':<22}" + "".join(f"{column:>36}" for column in COLUMNS))
     for name, cost in costs.items():

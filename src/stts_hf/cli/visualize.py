@@ -149,9 +149,8 @@ def write_files(
         overlays: dict[Any, Any] = {folder / f"overlay.{name}.mp4": mask for name, mask in masks.items()}
         write_overlays(first.video, overlays | {clip: torch.ones_like(masks[next(iter(masks))])}, **where)
     with stage("Writing the page"):
-        by_column = {name: cost.rounds for name, cost in times.items()}
-        given: dict[str, Any] = {"facts": facts, "times": by_column, "notes": notes, "clip": clip.read_bytes()}
-        write_report(folder / PAGE, frames, answers, baseline=by_column.get(STOCK), **given)
+        given: dict[str, Any] = {"facts": facts, "costs": times, "notes": notes, "clip": clip.read_bytes()}
+        write_report(folder / PAGE, frames, answers, baseline=times.get(STOCK), **given)
         clip.unlink()
 
 

@@ -283,7 +283,7 @@ class Page:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "overlay.mp4")
                 masks: dict[Any, Any] = {path: facts.keep_mask}
-                write_overlays(visit.video, masks, facts.grid, facts.timestamps, facts.tubelet)
+                write_overlays(visit.video, masks, facts.grid, facts.timestamps, facts.tubelet, beside=True)
                 yield {self.overlay: str(path), **shown}  # Gradio copies the file before it asks for more
             visit.drawn = drawn
         except Exception as error:

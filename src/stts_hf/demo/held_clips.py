@@ -40,7 +40,7 @@ class Progress:
 
     Attributes:
         seen: `Clip.seen`.
-        selector, rule: that the video was read with.
+        selector, rule: that the video was read with; what the visitor leaves open, the model says.
         held: whether the clip was held since an earlier question.
         watching: seconds from the question to the read video (decoding, encoding, prefill); 0 if it was held.
         first_word: seconds from the question to the first piece of the answer; None before that.
@@ -134,7 +134,7 @@ class Answerer:
             clip = self.assistants[selector].watch(video, processing=self.processing, **keep)
             self.clips.hold(owner, key, clip)
         watching = 0.0 if held else time.perf_counter() - started
-        progress = Progress(clip.seen, selector, rule, held, watching)
+        progress = Progress(clip.seen, selector, clip.rule, held, watching)
         yield progress
         with contextlib.closing(clip.stream(question, max_new_tokens=self.limits.new_tokens)) as pieces:
             for piece in pieces:

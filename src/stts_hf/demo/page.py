@@ -11,11 +11,13 @@ from stts_hf.inference.requests import Answer
 from stts_hf.keeping import in_words, rule_arguments
 from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.selectors import SELECTORS
+from stts_hf.wording import spread
 
 from .held_clips import Progress
 
 # A frame before and after pruning: `x, y` of blocks that stay, of 4 x 4.
 KEPT_IN_DRAWING = ((1, 1), (2, 1), (1, 2), (3, 3))
+TIMES = ("watching", "first", "again")  # in the order of the table's columns
 HEIGHT = 48  # of the timeline, in units of its drawing
 WATCHING, STOPPED = '<span class="origin">Reading the video …</span>', '<span class="origin">Stopped.</span>'
 
@@ -47,14 +49,16 @@ def introduction(about: str, link: str = "") -> str:
         f'<svg viewBox="0 0 130 50" role="img" aria-label="A frame of 16 blocks, of which 4 stay">{blocks}'
         '<path d="M55 25h16m-5-5 5 5-5 5"/></svg>'
         "<p>The model cuts each frame into blocks; each block becomes one token. Blocks that repeat the frame before "
-        "are dropped, so the model reads fewer tokens. Dropped blocks are dimmed and hatched in the video.</p></div>"
+        "are dropped, so the model reads fewer tokens. After a question, the video plays beside what the model kept: "
+        "dropped blocks are dimmed and hatched.</p></div>"
     )
 
 
 def as_python(checkpoint: str, video: str, question: str, rule: KeepRule, selector: str) -> str:
     """The last question on the page, in Python."""
-    named = ("pruning_ratio", "score_threshold")
-    keep = ", ".join(f"{name}={value!r}" for name, value in rule_arguments(rule).items() if name in named)
+    without = {"min_pruning_ratio": 0.0, "max_pruning_ratio": 1.0}  # bounds that bound nothing
+    given = rule_arguments(rule).items()
+    keep = ", ".join(f"{name}={value!r}" for name, value in given if value != without.get(name))
     return (
         f"import stts_hf\n\nassistant = stts_hf.load({checkpoint!r}, selector={selector!r})\n"
         f"with assistant.watch({video!r}, {keep}) as clip:\n    print(clip.ask({question!r}).answer)\n"
@@ -118,24 +122,25 @@ def origin(progress: Progress) -> str:
 
 
 def table(runs: Iterable[Progress]) -> str:
-    """A table with a row for each rule and selector: times of the first question and of the last one from cache."""
-    rows: dict[tuple[KeepRule, str], dict[str, str]] = {}
+    """A table with a row for each rule and selector: kept tokens, and times of first questions and of those held."""
+    tokens: dict[tuple[KeepRule, str], str] = {}
+    times: dict[tuple[KeepRule, str], dict[str, list[float]]] = {}
     for run in runs:
         key = (run.rule, "" if run.rule.ratio == 0 else run.selector)
-        row = rows.setdefault(key, {"tokens": f"{run.seen.video_tokens_kept:,}"})
+        tokens[key], row = f"{run.seen.video_tokens_kept:,}", times.setdefault(key, {})
         if run.first_word is not None:
-            row["again" if run.held else "first"] = f"{run.first_word:.2f} s"
+            row.setdefault("again" if run.held else "first", []).append(run.first_word)
         if not run.held:
-            row["watching"] = f"{run.watching:.2f} s"
-    if not rows:
+            row.setdefault("watching", []).append(run.watching)
+    if not tokens:
         return ""
-    lines = [
-        f"<tr><th>{html.escape(_dropped(rule, selector))}</th>"
-        + "".join(f"<td>{row.get(name, '-')}</td>" for name in ("tokens", "watching", "first", "again"))
-        + "</tr>"
-        for (rule, selector), row in sorted(rows.items(), key=lambda item: (item[0][0].ratio or 2, item[0][1]))
-    ]
-    if not any(rule.ratio == 0 for rule, _ in rows):
+    lines = []
+    for rule, selector in sorted(tokens, key=lambda key: (2 if key[0].ratio is None else key[0].ratio, key[1])):
+        row = times[rule, selector]
+        cells = [tokens[rule, selector], *(f"{spread(row[name], 2)} s" if name in row else "-" for name in TIMES)]
+        head = f"<tr><th>{html.escape(_dropped(rule, selector))}</th>"
+        lines.append(head + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    if not any(rule.ratio == 0 for rule, _ in tokens):
         lines.insert(0, '<tr class="missing"><th>nothing dropped</th><td colspan="4">not measured yet</td></tr>')
     return (
         '<table class="measured"><thead><tr><th></th><th>Video tokens</th><th>Reading</th><th>First word</th>'

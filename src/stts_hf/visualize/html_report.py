@@ -5,7 +5,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jinja2
 import matplotlib
@@ -14,7 +14,7 @@ from PIL import Image
 
 from stts_hf.inference.requests import Answer
 from stts_hf.selectors import SELECTORS
-from stts_hf.wording import speed, spread
+from stts_hf.wording import gigaflop, saved, speed, spread
 
 from .dimming import Array, as_array, check_outputs
 from .figures import SCORES, colour_of, score_range
@@ -25,14 +25,22 @@ MOST_OF_FRAMES, MOST_OF_CLIP = 4_500_000, 2_000_000
 QUALITIES = ((88, 1), (75, 1), (60, 1), (40, 1), (20, 1), (20, 2), (20, 4), (20, 8))  # of JPEG; pixels joined to one
 
 
+class Cost(Protocol):
+    """Of a prompt. cache_bytes: of keys and values. flops: of stages. rounds: milliseconds of stages in each round."""
+
+    cache_bytes: int
+    flops: dict[str, int]
+    rounds: dict[str, list[float]]
+
+
 def write_report(
     path: str | os.PathLike,
     frames: Array,
     answers: Mapping[str, Answer],
     *,
     facts: Mapping[str, str],
-    times: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
-    baseline: Mapping[str, Sequence[float]] | None = None,
+    costs: Mapping[str, Cost] | None = None,
+    baseline: Cost | None = None,
     notes: Sequence[str] = (),
     clip: bytes = b"",
 ) -> None:
@@ -44,8 +52,8 @@ def write_report(
         frames: `(F, H, W, 3)` uint8, the sampled frames at the size in which they are shown.
         answers: by selector, all of one video and question.
         facts: about the run, such as `{"video": "clip.mp4", "checkpoint": "my-stts"}`; all text is escaped.
-        times: by selector, milliseconds of each round, such as `{"vision tower": [12.3, 11.9]}`.
-        baseline: the same times of the stock model.
+        costs: what the prompt costs with each selector.
+        baseline: what it costs the stock model.
         notes: sentences for the reader, such as why a selector is missing.
         clip: an MP4 of the video that a browser plays, shown where it is small enough; else the frames are played.
 
@@ -53,8 +61,8 @@ def write_report(
         ValueError, TypeError: frames and answers do not fit each other.
         OSError: the page cannot be written.
     """
-    frames, times = as_array(frames), times or {}
-    selectors = [_selector(name, answer, frames) | {"times": times.get(name, {})} for name, answer in answers.items()]
+    frames, costs = as_array(frames), costs or {}
+    selectors = [_selector(name, answer, frames) | {"cost": costs.get(name)} for name, answer in answers.items()]
     answer = next(iter(answers.values()))
     data = {
         "frames": as_jpeg(frames),
@@ -70,7 +78,8 @@ def write_report(
         "colours": (255 * matplotlib.colormaps[SCORES](np.linspace(0, 1, 32))[:, :3]).round().astype(int).tolist(),
     }
     given = {"answer": answer, "facts": facts, "notes": notes, "selectors": selectors, "data": data}
-    page = render(TEMPLATE, given | {"baseline": baseline or {}, "spread": spread, "speed": speed})
+    words = {"gigaflop": gigaflop, "saved": saved, "spread": spread, "speed": speed}
+    page = render(TEMPLATE, given | {"baseline": baseline} | words)
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 

@@ -29,6 +29,7 @@ def write_overlays(
     timestamps: Sequence[float],
     tubelet: int = 1,
     longest_side: int = LONGEST_SIDE,
+    beside: bool = False,
 ) -> None:
     """
     Writes a video with its dropped blocks dimmed, one MP4 (H.264, yuv420p) for each of several masks. Each frame has
@@ -42,6 +43,7 @@ def write_overlays(
         timestamps: of the `F` sampled frames, in seconds.
         tubelet: how many of the `F` frames the model merges into one of its `T`.
         longest_side: maximum pixels of a side; smaller videos keep their size, rounded to even numbers.
+        beside: whether the video as it is stands on the left, so that the picture is twice as wide.
 
     Raises:
         ValueError: the video cannot be read, a mask does not fit, or PyAV was built without x264.
@@ -66,8 +68,8 @@ def write_overlays(
         for index, picture in file.frames(indices):
             small = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR))
             for write, mask in writers:
-                tile = dim_dropped_blocks(small, mask[frame_of[index]], grid)
-                write(np.asarray(tile), file.times[index], ends[index])
+                tile = np.asarray(dim_dropped_blocks(small, mask[frame_of[index]], grid))
+                write(np.hstack([small, tile]) if beside else tile, file.times[index], ends[index])
 
 
 def moments_to_show(file: VideoFile, timestamps: Sequence[float]) -> list[int]:

@@ -60,10 +60,12 @@ def test_the_table_has_a_row_for_each_way_of_watching_and_says_what_was_not_meas
         "nothing dropped": ["not measured yet"],
         "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "-"],
     }
-    assert rows_of(page.table([FIRST, AGAIN, UNPRUNED])) == {
+    later = dataclasses.replace(AGAIN, first_word=0.3)
+    assert rows_of(page.table([FIRST, AGAIN, UNPRUNED, later])) == {
         "nothing dropped": ["6", "2.50 s", "3.00 s", "-"],
-        "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "0.10 s"],
+        "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "0.20 (0.10-0.30) s"],
     }
+    assert next(iter(rows_of(page.table([FIRST, UNPRUNED])))) == "nothing dropped"
     assert page.table([]) == ""
 
 
@@ -90,6 +92,18 @@ def test_the_last_question_in_python_is_what_the_page_did():
     assert given == {"load": ["user/name"], "watch": ["a 'clip'.mp4"], "ask": ['Say "a"']}
     assert ast.literal_eval(calls["watch"].keywords[0].value) == 0.25
     assert ast.literal_eval(calls["load"].keywords[0].value) == "cosine"
+
+
+def test_python_names_bounds_and_a_budget_where_they_are_set():
+    (_, bound), (_, free) = (
+        page.as_python(
+            "user/name", "clip.mp4", "What?", KeepRule(threshold=0.05, bounds=bounds, budget=most), "scorer"
+        ).split("watch(")
+        for bounds, most in (((0.2, 0.9), 512), ((0.0, 1.0), None))
+    )
+    named = "score_threshold=0.05, min_pruning_ratio=0.2, max_pruning_ratio=0.9, video_token_budget=512"
+    assert bound.startswith(f"'clip.mp4', {named})")
+    assert free.startswith("'clip.mp4', score_threshold=0.05)")
 
 
 def test_the_head_names_and_links_the_checkpoint_as_text():

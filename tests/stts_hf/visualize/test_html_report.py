@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -80,9 +81,15 @@ def noise(frames: int, height: int = 60, width: int = 80) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
 
 
+def cost(*rounds: float) -> Any:
+    """What grows with the first round, so that shares that are saved differ."""
+    flops = {"tower": int(rounds[0] * 1e9), "total": int(3 * rounds[0] * 1e9)}
+    return SimpleNamespace(cache_bytes=int(rounds[0] * 1024), flops=flops, rounds={"total": [*rounds]})
+
+
 def write(path: Path, found, frames: np.ndarray, **options: Any) -> Page:
-    times = {name: {"total": [100.0 / place]} for place, name in enumerate(found, 1)}
-    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "times": times, "baseline": {"total": [200.0]}}
+    costs = {name: cost(100.0 / place) for place, name in enumerate(found, 1)}
+    given: dict[str, Any] = {"facts": {"video": "clip.mp4"}, "costs": costs, "baseline": cost(200.0)}
     write_report(path, frames, found, **(given | options))
     return Page(path)
 
@@ -116,9 +123,20 @@ def test_counts_and_times_stand_in_its_tables(tmp_path):
             assert str(number) in cells
 
 
+def test_cache_and_flops_stand_beside_the_share_that_is_saved(tmp_path):
+    page = write(tmp_path / "report.html", answers(), noise(5))
+    rows = re.findall(r"<tr><th scope=\"row\">.*?</tr>", page.source.partition('<h2 id="times">')[0], re.S)
+    cells = [re.findall(r"[\d,.+-]+%?", re.sub("<[^>]*>", " ", row.partition("</th>")[2]))[-6:] for row in rows[:3]]
+    assert cells[0][-3:] == ["200", "200", "600"]  # KiB, GFLOP of the tower, and of all
+    assert cells[1] == ["100", "-50%", "100", "-50%", "300", "-50%"]
+    assert cells[2] == ["50", "-75%", "50.0", "-75%", "150", "-75%"]
+    without = write(tmp_path / "untimed.html", answers(), noise(5), costs=None, baseline=None)
+    assert "GFLOP" not in without.source
+
+
 def test_times_have_their_spread_and_a_ratio_where_all_rounds_agree(tmp_path):
-    times = {"scorer": {"total": [90.0, 100.0, 190.0]}, "cosine": {"total": [150.0, 210.0, 100.0]}}
-    page = write(tmp_path / "report.html", answers(), noise(5), times=times, baseline={"total": [200.0] * 3})
+    costs = {"scorer": cost(90.0, 100.0, 190.0), "cosine": cost(150.0, 210.0, 100.0)}
+    page = write(tmp_path / "report.html", answers(), noise(5), costs=costs, baseline=cost(200.0, 200.0, 200.0))
     cells = [text.strip() for text in page.texts["td"] + page.texts["small"]]
     assert {"100.0 (90.0-190.0)", "(2.00x)", "150.0 (100.0-210.0)", "(rounds disagree)"} <= {*cells}
 

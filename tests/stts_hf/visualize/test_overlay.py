@@ -63,6 +63,18 @@ def test_dropped_blocks_are_dark_and_kept_ones_as_in_the_video_at_every_moment(c
             assert (apart > 20).sum() >= 10  # of 12 blocks
 
 
+def test_the_video_stands_beside_what_is_kept_of_it(clip, tmp_path):
+    mask = some_masks(len(TIMES))
+    write_overlays(clip, {tmp_path / "both.mp4": mask}, GRID, TIMES, beside=True)
+    _, before, _ = decode_everything(clip)
+    times, both, _ = decode_everything(tmp_path / "both.mp4")
+    assert both[0].shape == (96, 256, 3)
+    for time, video, picture in zip(times, before, both, strict=True):
+        keep = mask[shown_at([Fraction(moment) for moment in TIMES], float(time))].numpy()
+        for half, right in ((picture[:, :128], video), (picture[:, 128:], expected(video, keep))):
+            assert np.abs(inside(half.astype(float)) - inside(right)).mean((2, 3, 4)).max() < 14  # as above
+
+
 def test_a_browser_can_play_it_from_its_first_bytes(clip, tmp_path):
     write_overlays(clip, {tmp_path / "overlay.mp4": some_masks(5)}, GRID, TIMES)
     data = (tmp_path / "overlay.mp4").read_bytes()
