@@ -119,7 +119,8 @@ class PruningBackbone(PreTrainedModel):
     parts: "language_model", "vision_tower", "connector" or "scorer" by a module's name; inner names win. video_inputs,
     image_inputs: arguments that come with videos and with images, pixels first, grids last. unread_inputs: those that a
     processor makes and no model reads. num_axes: of positions, 0 for one number. vision_is_causal: whether vision
-    tokens see only what is before them, so that more may follow a cache.
+    tokens see only what is before them, so that more may follow a cache. refuses_packed_rows: why a row cannot hold
+    several samples, None where it can.
     """
 
     parts: ClassVar[dict[str, str]]
@@ -128,6 +129,7 @@ class PruningBackbone(PreTrainedModel):
     unread_inputs: tuple[str, ...] = ()
     num_axes = 0
     vision_is_causal = False
+    refuses_packed_rows: ClassVar[str | None] = None
     config: Any
 
     @can_return_tuple

@@ -17,6 +17,7 @@ from tests import (
     tiny,
     tiny_qwen2_5_vl,
     tiny_qwen3_5,
+    tiny_qwen3_5_moe,
     tiny_qwen3_vl,
     tiny_qwen3_vl_moe,
 )
@@ -140,8 +141,10 @@ BACKBONES = [
 ]
 # Whose tower and hooks are another one's: `test_mixtures.py` every day, the tests of every backbone among the slow.
 MIXTURES = [qwen_vl("qwen3_vl_moe", tiny_qwen3_vl_moe, naive_qwen3_vl)]
-# Whose text model keeps states, with which many of those tests do not deal: `test_hybrids.py`.
-HYBRIDS = [qwen_vl("qwen3_5", tiny_qwen3_5, naive_qwen3_vl, stock_rounding=2e-6)]  # gradients within 1.2e-6
+# Whose text model keeps states, with which many of those tests do not deal: `test_hybrids.py`. Gradients of decay rates
+# are small: 2.4e-6 of the largest entry was measured, 5e-8 in all; in float64 3e-16.
+HYBRIDS = [qwen_vl("qwen3_5", tiny_qwen3_5, naive_qwen3_vl, stock_rounding=4e-6)]
+HYBRID_MIXTURES = [qwen_vl("qwen3_5_moe", tiny_qwen3_5_moe, naive_qwen3_vl, stock_rounding=4e-6)]
 _SLOW = [pytest.param(backbone, marks=pytest.mark.slow) for backbone in MIXTURES]
 EVERY = [*BACKBONES, *_SLOW]
 # For tests of positions and caches: Molmo2 may close gaps in positions.

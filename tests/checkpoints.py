@@ -24,11 +24,13 @@ TINIES = {
 ALL_TINIES = TINIES | {
     "qwen3_vl_moe": TINY.with_name("stts-qwen3-vl-moe-tiny"),
     "qwen3_5": TINY.with_name("stts-qwen3-5-tiny"),
+    "qwen3_5_moe": TINY.with_name("stts-qwen3-5-moe-tiny"),
 }
 # Names for tests that take seconds each: of backbones whose tower is the same code, one every day.
 QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 DAILY = ["molmo2", *QWENS]
-EVERY = [*DAILY, *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_vl_moe", "qwen3_5"))]
+RECURRENT = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_5_moe")]
+EVERY = [*DAILY, pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), *RECURRENT]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(
     side // _VISION["patch_size"] // window

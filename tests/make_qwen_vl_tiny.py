@@ -4,6 +4,7 @@
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen2-5-vl-tiny --family qwen2_5_vl
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-vl-moe-tiny --family qwen3_vl_moe
     python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-5-tiny --family qwen3_5
+    python -m tests.make_qwen_vl_tiny hub_configs/stts-qwen3-5-moe-tiny --family qwen3_5_moe
 
 Every part is there, deepstack taps before and after the pruning layer, and windows, included; the weights are random.
 """
@@ -32,6 +33,8 @@ from stts_hf import (
     STTSQwen2_5_VLForConditionalGeneration,
     STTSQwen3_5Config,
     STTSQwen3_5ForConditionalGeneration,
+    STTSQwen3_5MoeConfig,
+    STTSQwen3_5MoeForConditionalGeneration,
     STTSQwen3VLConfig,
     STTSQwen3VLForConditionalGeneration,
     STTSQwen3VLMoeConfig,
@@ -116,6 +119,14 @@ FAMILIES["qwen3_5"] = replace(
             "mrope_interleaved": True,
         },
     },
+)
+_HYBRID = FAMILIES["qwen3_5"]
+FAMILIES["qwen3_5_moe"] = replace(
+    _HYBRID,
+    config=STTSQwen3_5MoeConfig,
+    model=STTSQwen3_5MoeForConditionalGeneration,
+    text=dict(_HYBRID.text)
+    | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 40},
 )
 
 

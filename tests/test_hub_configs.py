@@ -17,7 +17,14 @@ from stts_hf.checkpoints.families import OWN, family_of_checkpoint
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
 QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-tiny"]
-ALL = [*PRESETS, *QWEN3_VL, "stts-qwen2-5-vl-tiny", "stts-qwen3-vl-moe-tiny", "stts-qwen3-5-tiny"]
+ALL = [
+    *PRESETS,
+    *QWEN3_VL,
+    "stts-qwen2-5-vl-tiny",
+    "stts-qwen3-vl-moe-tiny",
+    "stts-qwen3-5-tiny",
+    "stts-qwen3-5-moe-tiny",
+]
 
 
 def read_json(path: Path) -> dict:

@@ -8,6 +8,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5GatedDeltaNet,
     Qwen3_5RMSNorm,
 )
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeGatedDeltaNet, Qwen3_5MoeRMSNorm
 
 from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
 from stts_hf.modeling.modeling_stts_qwen3_5 import STTSQwen3_5ForConditionalGeneration
@@ -40,15 +41,16 @@ def tiny_config(*, model_overrides: dict[str, Any] | None = None, **vision: Any)
     )
 
 
-def tiny_model(config: Any = None, seed: int = 0, trained_scorer: bool = True) -> Any:
+def tiny_model(
+    config: Any = None, seed: int = 0, trained_scorer: bool = True, kind: Any = STTSQwen3_5ForConditionalGeneration
+) -> Any:
     """As `tiny_qwen3_vl.tiny_model`, with states that hold what they read for some dozen tokens."""
-    kind = STTSQwen3_5ForConditionalGeneration
     model = tiny_qwen3_vl.tiny_model(config or tiny_config(), seed, trained_scorer, kind)
     with torch.no_grad():
         for module in model.modules():
-            if isinstance(module, Qwen3_5GatedDeltaNet):
+            if isinstance(module, Qwen3_5GatedDeltaNet | Qwen3_5MoeGatedDeltaNet):
                 module.A_log.sub_(3)
-            elif isinstance(module, Qwen3_5RMSNorm):  # whose weights are differences from 1
+            elif isinstance(module, Qwen3_5RMSNorm | Qwen3_5MoeRMSNorm):  # whose weights are differences from 1
                 module.weight.sub_(1)
     return model
 

@@ -35,6 +35,7 @@ if _typing.TYPE_CHECKING:
     from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLVisionConfig as STTSQwen2_5_VLVisionConfig
     from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config as STTSQwen3_5Config
     from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5VisionConfig as STTSQwen3_5VisionConfig
+    from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig as STTSQwen3_5MoeConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig as STTSQwen3VLConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig as STTSQwen3VLVisionConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig as STTSQwen3VLMoeConfig
@@ -48,6 +49,10 @@ if _typing.TYPE_CHECKING:
         STTSQwen3_5ForConditionalGeneration as STTSQwen3_5ForConditionalGeneration,
     )
     from stts_hf.modeling.modeling_stts_qwen3_5 import STTSQwen3_5Model as STTSQwen3_5Model
+    from stts_hf.modeling.modeling_stts_qwen3_5_moe import (
+        STTSQwen3_5MoeForConditionalGeneration as STTSQwen3_5MoeForConditionalGeneration,
+    )
+    from stts_hf.modeling.modeling_stts_qwen3_5_moe import STTSQwen3_5MoeModel as STTSQwen3_5MoeModel
     from stts_hf.modeling.modeling_stts_qwen3_vl import (
         STTSQwen3VLForConditionalGeneration as STTSQwen3VLForConditionalGeneration,
     )
@@ -84,11 +89,13 @@ _NAMES = {
     "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
     "modeling.configuration_stts_qwen2_5_vl": ("STTSQwen2_5_VLConfig", "STTSQwen2_5_VLVisionConfig"),
     "modeling.configuration_stts_qwen3_5": ("STTSQwen3_5Config", "STTSQwen3_5VisionConfig"),
+    "modeling.configuration_stts_qwen3_5_moe": ("STTSQwen3_5MoeConfig",),
     "modeling.configuration_stts_qwen3_vl": ("STTSQwen3VLConfig", "STTSQwen3VLVisionConfig"),
     "modeling.configuration_stts_qwen3_vl_moe": ("STTSQwen3VLMoeConfig",),
     "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
     "modeling.modeling_stts_qwen2_5_vl": ("STTSQwen2_5_VLForConditionalGeneration", "STTSQwen2_5_VLModel"),
     "modeling.modeling_stts_qwen3_5": ("STTSQwen3_5ForConditionalGeneration", "STTSQwen3_5Model"),
+    "modeling.modeling_stts_qwen3_5_moe": ("STTSQwen3_5MoeForConditionalGeneration", "STTSQwen3_5MoeModel"),
     "modeling.modeling_stts_qwen3_vl": ("STTSQwen3VLForConditionalGeneration", "STTSQwen3VLModel"),
     "modeling.modeling_stts_qwen3_vl_moe": ("STTSQwen3VLMoeForConditionalGeneration", "STTSQwen3VLMoeModel"),
     "modeling.processing_stts": ("STTSProcessor",),

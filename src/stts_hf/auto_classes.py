@@ -7,11 +7,13 @@ import transformers
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
+from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
 from stts_hf.modeling.modeling_stts_qwen2_5_vl import STTSQwen2_5_VLForConditionalGeneration
 from stts_hf.modeling.modeling_stts_qwen3_5 import STTSQwen3_5ForConditionalGeneration
+from stts_hf.modeling.modeling_stts_qwen3_5_moe import STTSQwen3_5MoeForConditionalGeneration
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
 from stts_hf.modeling.modeling_stts_qwen3_vl_moe import STTSQwen3VLMoeForConditionalGeneration
 from stts_hf.modeling.processing_stts import STTSProcessor
@@ -22,6 +24,7 @@ MODEL_CLASSES: dict[Any, Any] = {  # of each configuration class
     STTSQwen3VLConfig: STTSQwen3VLForConditionalGeneration,
     STTSQwen3VLMoeConfig: STTSQwen3VLMoeForConditionalGeneration,
     STTSQwen3_5Config: STTSQwen3_5ForConditionalGeneration,
+    STTSQwen3_5MoeConfig: STTSQwen3_5MoeForConditionalGeneration,
     STTSQwen2_5_VLConfig: STTSQwen2_5_VLForConditionalGeneration,
 }
 

@@ -30,6 +30,10 @@ Inputs = dict[str, Any]
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0}
 
 
+def as_float64(inputs: Inputs) -> Inputs:
+    return {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+
+
 def one_by_one(inputs: Inputs, rows: Sequence[Sequence[Part]]) -> list[Inputs]:
     """The rows of a batch that `build_inputs(rows)` made, each as a batch of its own without padding."""
     return [_row(inputs, list(rows), index) for index in range(len(rows))]

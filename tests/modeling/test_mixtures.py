@@ -8,14 +8,14 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 
 from stts_hf import STTSQwen3VLConfig, STTSQwen3VLMoeConfig
 from tests import tiny_qwen3_vl
-from tests.backbones import MIXTURES, Clip, Picture, Rows, prompt
-from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
+from tests.backbones import HYBRID_MIXTURES, MIXTURES, Clip, Picture, Rows, prompt
+from tests.modeling.reference import CLOSE, as_float64, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Picture(), 3, Clip(2), 9], [6]]
 ROUTED = {"output_router_logits": True}
 
 
-@pytest.fixture(scope="module", params=MIXTURES, ids=lambda backbone: backbone.name)
+@pytest.fixture(scope="module", params=[*MIXTURES, *HYBRID_MIXTURES], ids=lambda backbone: backbone.name)
 def backbone(request) -> Any:
     return request.param
 
@@ -40,21 +40,21 @@ def test_ratio_0_is_stock_router_loss_included(backbone):
 
 
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
-def test_a_batch_equals_its_naive_rows(backbone, any_model, ratio):
-    inputs, alone = backbone.batch(ROWS, "left"), backbone.alone(ROWS)
-    outputs = any_model(**inputs, **ROUTED, pruning_ratio=ratio)
-    expected = [backbone.naive(any_model, row, ratio) for row in alone]
+def test_a_batch_equals_its_naive_rows(backbone, float64_model, ratio):
+    inputs, alone = as_float64(backbone.batch(ROWS, "left")), list(map(as_float64, backbone.alone(ROWS)))
+    outputs = float64_model(**inputs, **ROUTED, pruning_ratio=ratio)
+    expected = [backbone.naive(float64_model, row, ratio) for row in alone]
     for index, row in enumerate(expected):
         assert kept_of_row(outputs, inputs, index) == row.kept
         torch.testing.assert_close(logits_of_row(outputs, inputs, index), row.logits, **CLOSE)
     task_loss = torch.cat([row.task_losses for row in expected]).mean()
-    assert_gradients_equal(gradients(any_model, outputs.task_loss), gradients(any_model, task_loss))
+    assert_gradients_equal(gradients(float64_model, outputs.task_loss), gradients(float64_model, task_loss))
     # Filler reaches experts, but not the loss.
-    separate = [any_model(**row, **ROUTED, pruning_ratio=ratio).router_logits for row in alone]
+    separate = [float64_model(**row, **ROUTED, pruning_ratio=ratio).router_logits for row in alone]
     layers = tuple(torch.cat(layer) for layer in zip(*separate, strict=True))
-    torch.testing.assert_close(outputs.aux_loss, router_loss(any_model, layers), atol=1e-6, rtol=0)
+    torch.testing.assert_close(outputs.aux_loss, router_loss(float64_model, layers), atol=1e-6, rtol=0)
     assert (outputs.kept_indices < 0).any()
-    assert (router_loss(any_model, outputs.router_logits) - outputs.aux_loss).abs() > 1e-4
+    assert (router_loss(float64_model, outputs.router_logits) - outputs.aux_loss).abs() > 1e-4
 
 
 @torch.no_grad()

@@ -26,6 +26,7 @@ CORE = [
     "raster_tower",
     "mrope",
     "mrope_tower",
+    "recurrent",
 ]
 BACKBONES = re.compile(r"molmo|qwen|siglip|olmo", re.IGNORECASE)
 ALLOWED = {"av", "huggingface_hub", "numpy", "PIL", "torch", "torchvision", "transformers"}

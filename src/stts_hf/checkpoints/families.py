@@ -19,6 +19,7 @@ from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
+from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
@@ -83,6 +84,7 @@ FAMILIES = [
     Family(STTSQwen3VLConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen3VLMoeConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen3_5Config, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
+    Family(STTSQwen3_5MoeConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
 ]
 OWN = {family.config.model_type: family for family in FAMILIES}

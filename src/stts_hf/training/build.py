@@ -98,7 +98,12 @@ def load_model_config(config: TrainConfig) -> PruningConfig:
     settings = config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
     name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
     with config.blame("model_name_or_path", f"{name} cannot be trained with its config.json and these settings"):
-        return family_of_checkpoint(path, revision).config.from_pretrained(path, revision=revision, **settings)
+        family = family_of_checkpoint(path, revision)
+        model_config = family.config.from_pretrained(path, revision=revision, **settings)
+    why = family.model.backbone.refuses_packed_rows
+    if why and config.data.pack_to is not None:
+        raise config.error("pack_to", f"packs several samples into a row, but {why}. Use `max_length` or `pad_to`.")
+    return model_config
 
 
 def load_processor(config: TrainConfig, model_config: PruningConfig) -> Processor:

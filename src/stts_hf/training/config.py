@@ -34,7 +34,7 @@ CONFIG_COPY = "train_config.yaml"  # in the output folder
 # The text model's linear layers alone: `q_proj` or `all-linear` would hit the vision tower and the connector too.
 TEXT_LINEAR = (
     r".*language_model\.layers\.\d+\."
-    r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_\w+|out_proj)|mlp\.(gate|up|down)_proj)"
+    r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_\w+|out_proj)|mlp\.(shared_expert\.)?(gate|up|down)_proj)"
 )
 
 

@@ -17,6 +17,7 @@ from transformers.utils import logging
 from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
+from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import VISION_TOWER, find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
@@ -102,6 +103,9 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 f"`model` is a {type(model).__name__} of type {model_type!r}; it must be an STTS model. `stts-hf "
                 "convert` makes one of a stock checkpoint."
             )
+        why = OWN[model_type].model.backbone.refuses_packed_rows
+        if why and any(isinstance(rows, PackedDataset) for rows in (self.train_dataset, self.eval_dataset)):
+            raise ValueError(f"A `PackedDataset` puts several samples into a row, but {why}. Pass its rows unpacked.")
         learns_answers = model.config.scorer_target == "answers"
         if (self.args.scorer_only or learns_answers) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             setting = "`scorer_only` is true" if self.args.scorer_only else "`scorer_target` is 'answers'"

@@ -51,7 +51,8 @@ def test_weights_are_kept_and_the_doctor_finds_nothing(tmp_path, form):
 
 
 @pytest.mark.parametrize(
-    ("backbone", "form"), [("qwen3_vl_moe", "saved"), ("qwen3_vl_moe", "released"), ("qwen3_5", "saved")]
+    ("backbone", "form"),
+    [("qwen3_vl_moe", "saved"), ("qwen3_vl_moe", "released"), ("qwen3_5", "saved"), ("qwen3_5_moe", "saved")],
 )
 def test_experts_and_recurrent_layers_are_kept_and_the_doctor_finds_nothing(tmp_path, backbone, form):
     stock = stock_qwen(backbone)

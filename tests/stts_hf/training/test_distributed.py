@@ -24,7 +24,7 @@ from stts_hf import STTSProcessor
 from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.distributed import prepare_for_processes, shared_inputs, wrap_language_model_alone
-from tests.backbones import BACKBONES, MIXTURES
+from tests.backbones import BACKBONES, HYBRID_MIXTURES, HYBRIDS, MIXTURES
 from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
 from tests.stts_hf.training.processes import main, small_model, write_rows
@@ -301,10 +301,13 @@ LAYERS = {
     "qwen2_5_vl": "Qwen2_5_VLDecoderLayer",
     "qwen3_vl": "Qwen3VLTextDecoderLayer",
     "qwen3_vl_moe": "Qwen3VLMoeTextDecoderLayer",
+    "qwen3_5": "Qwen3_5DecoderLayer",
+    "qwen3_5_moe": "Qwen3_5MoeDecoderLayer",
 }
+ALL = [*BACKBONES, *MIXTURES, *HYBRIDS, *HYBRID_MIXTURES]
 
 
-@pytest.mark.parametrize("backbone", [*BACKBONES, *MIXTURES], ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("backbone", ALL, ids=lambda backbone: backbone.name)
 def test_fsdp_shards_the_language_models_layers_where_none_are_named(backbone):
     chosen = plugin()
     wrap_language_model_alone(chosen, backbone.model())
@@ -320,13 +323,15 @@ def test_accelerate_reads_the_shipped_config(engine):
         assert "fsdp_transformer_layer_cls_to_wrap" not in config.fsdp_config  # the layers of any backbone are found
 
 
-@pytest.mark.parametrize("backbone", [*BACKBONES, *MIXTURES], ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("backbone", ALL, ids=lambda backbone: backbone.name)
 def test_fsdp_units_inside_the_vision_tower_are_refused(backbone):
     units = {
         "molmo2": "STTSAdapter",
         "qwen2_5_vl": "STTSQwen2_5_VLVisionBlock",
         "qwen3_vl": "Qwen3VLVisionPatchMerger",
         "qwen3_vl_moe": "STTSQwen3VLVisionBlock",
+        "qwen3_5": "STTSQwen3VLVisionBlock",
+        "qwen3_5_moe": "Qwen3VLVisionPatchMerger",
     }
     names = [LAYERS[backbone.name], units[backbone.name]]
     with pytest.raises(ValueError, match=f"{names[0]} alone, not {', '.join(names)}: "):

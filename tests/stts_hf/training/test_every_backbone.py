@@ -9,16 +9,18 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 
+from stts_hf import PackedDataset, STTSTrainer, STTSTrainingArguments
 from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
 from stts_hf.model_parts import PARTS, parts_of
-from tests.checkpoints import ALL_TINIES, EVERY
+from tests.backbones import HYBRID_MIXTURES, HYBRIDS
+from tests.checkpoints import ALL_TINIES, EVERY, RECURRENT
 from tests.training_files import train, write_config
 
 FRAMES = 4  # of the Qwens, two tubelets
 
 
-@pytest.fixture(scope="module", params=EVERY[:-1])
+@pytest.fixture(scope="module", params=EVERY[: -len(RECURRENT)])
 def checkpoint(request) -> Path:
     return ALL_TINIES[request.param]
 
@@ -81,9 +83,9 @@ def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(chec
     assert f"stts_hf.{type(model).__name__}.from_pretrained(base)" in card.text
 
 
-@pytest.mark.slow
-def test_a_recurrent_text_model_trains_its_parts_and_takes_an_adapter_but_no_packed_rows(data, tmp_path, capsys):
-    checkpoint = ALL_TINIES["qwen3_5"]
+@pytest.mark.parametrize("backbone", RECURRENT)
+def test_a_recurrent_text_model_trains_its_parts_and_takes_an_adapter(backbone, data, tmp_path):
+    checkpoint = ALL_TINIES[backbone]
     output = run(tmp_path, data, checkpoint, "freeze: [vision_tower]\n")
     assert main(["doctor", str(output)]) == 0
     assert moved(checkpoint, output, parts_of(load(output))) == set(PARTS) - {"vision_tower"}
@@ -94,10 +96,18 @@ def test_a_recurrent_text_model_trains_its_parts_and_takes_an_adapter_but_no_pac
     changed = Counter(name.split(".")[-2] for name in text if not torch.equal(before[name], after[name]))
     adapted = {name: changed[name] for name in ("q_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj")}
     assert adapted == {"q_proj": 1, "in_proj_qkv": 3, "in_proj_z": 3, "out_proj": 3, "gate_proj": 4}
-    (tmp_path / "packed").mkdir()
-    config = write_config(tmp_path / "packed", data, tmp_path / "no", model=checkpoint, more="pack_to: 400\n")
-    with pytest.raises(ValueError, match="`packed_rows`"):
-        train(config, f"--num_frames={FRAMES}")
+
+
+@pytest.mark.parametrize("backbone", ["qwen3_5", "qwen3_5_moe"])
+def test_packed_rows_of_a_recurrent_text_model_are_refused_before_data_and_weights_are_read(backbone, tmp_path, capsys):
+    nowhere = tmp_path / "none.jsonl"
+    config = write_config(tmp_path, nowhere, tmp_path / "no", model=ALL_TINIES[backbone], more="pack_to: 400\n")
+    assert train(config) == 2
+    assert "`pack_to` packs several samples into a row, but recurrent layers would carry" in capsys.readouterr().err
+    (tiny,) = [some for some in (*HYBRIDS, *HYBRID_MIXTURES) if some.name == backbone]
+    packed = PackedDataset([{}, {}], [3, 4], budget=9)
+    with pytest.raises(ValueError, match="A `PackedDataset` puts several samples into a row, but recurrent layers"):
+        STTSTrainer(tiny.model(), STTSTrainingArguments(output_dir=str(tmp_path)), train_dataset=packed)
 
 
 def test_a_new_scorer_alone_learns_from_an_unpruned_stock_model(checkpoint, data, tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from stts_hf.training.losses import count
-from tests.backbones import BACKBONES, MIXTURES, Clip
+from tests.backbones import BACKBONES, HYBRID_MIXTURES, MIXTURES, Clip
 from tests.stts_hf.training.runs import Rows, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_model
 
@@ -40,8 +40,8 @@ def test_the_model_s_own_loss_is_a_batch_divided_by_its_own_counts(tmp_path):
     torch.testing.assert_close(run.compute_loss(run.model, inputs), expected, atol=1e-6, rtol=1e-6)
 
 
-def test_a_mixtures_router_loss_is_trained_evaluated_and_logged(tmp_path):
-    (mixture,) = MIXTURES
+@pytest.mark.parametrize("mixture", [*MIXTURES, *HYBRID_MIXTURES], ids=lambda backbone: backbone.name)
+def test_a_mixtures_router_loss_is_trained_evaluated_and_logged(mixture, tmp_path):
     model = mixture.model()
     model.config.text_config.output_router_logits, model.config.text_config.router_aux_loss_coef = True, 0.5
     data: Any = [mixture.batch([[3, Clip(3), 5]], "left")] * 2
