@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import GenerationMixin
+from transformers import GenerationMixin, PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.molmo2.modeling_molmo2 import (
     Molmo2ForConditionalGeneration,
     Molmo2Model,
@@ -27,14 +26,11 @@ from .outputs_stts import PruningHead
 from .plan_stts import VideoFeatures, check_tensors
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
 from .raster_tower_stts import RasterOutput, RasterPlan
-from .sequence_stts import Tokens
 from .vision_stts import STTSAdapter, STTSVisionModel, check_video_inputs
 from .vision_tokens_stts import (
     MASKED_TEXT_ATTENTION,
     add_features,
-    check_text_attention,
-    close_gaps,
-    features_of_rows,
+    encoder_outputs,
     make_mask,
     pad_types,
     placeholders_of_videos,
@@ -98,11 +94,10 @@ class STTSModel(PruningBackbone, Molmo2Model):
                     "the text model."
                 )
             call.packed_rows = False  # flash attention goes by the positions itself
-        if tokens.attention_mask is None and call.packed_rows is False and call.cache is None and self.is_native(call):
-            # Native code would take gaps in the positions, or those of padding, for packed samples.
-            tokens.attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
 
-    def find_placeholders(self, input_ids: torch.Tensor, vision: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_placeholders(
+        self, input_ids: torch.Tensor, vision: Collection[str], types: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Placeholders of videos and of images, (B, L) each; Molmo2 has one id for both."""
         config, placeholders = self.config, input_ids == self.config.image_patch_id
         if self.image_inputs[0] not in vision:
@@ -136,12 +131,6 @@ class STTSModel(PruningBackbone, Molmo2Model):
             feature_layers=[layer % num_layers for layer in self.config.adapter_config.vision_feature_layer or ()],
         )
 
-    def renumber_tokens(self, tokens: Tokens, keeps: torch.Tensor) -> torch.Tensor | None:
-        """Positions (B, L) by `pruned_position_ids`."""
-        if tokens.position_ids is None or self.config.pruned_position_ids == "original":
-            return tokens.position_ids
-        return close_gaps(tokens.position_ids, ~keeps, tokens.sample_ids)
-
     def encode_videos(self, pixel_values: torch.Tensor, plan: RasterPlan, **kwargs: Any) -> VideoFeatures:
         """Scores the blocks of all frames (F, N, pixels), drops what the plan says and pools the rest."""
         if pixel_values.dim() == 4:
@@ -154,10 +143,6 @@ class STTSModel(PruningBackbone, Molmo2Model):
         *_, grids = check_tensors(vision, *self.image_inputs)
         return (grids[:, 0] * grids[:, 1] + grids[:, 2] * grids[:, 3]).tolist()
 
-    def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
-        """All images of a call; per image (image tokens, text hidden size)."""
-        return self.get_image_features(*(vision[name] for name in self.image_inputs))
-
     def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
         """Features are added onto the embeddings of their placeholders."""
         tokens, embeds = pruned.tokens, self.embed_pruned(pruned)
@@ -166,10 +151,7 @@ class STTSModel(PruningBackbone, Molmo2Model):
 
     def merge_rows(self, pruned: PrunedInputs, setting: Callable[[str], Any]) -> dict[str, Any]:
         """Images' and videos' features as one modality, since they share a placeholder."""
-        merged: dict[str, Any] = {}
-        if pruned.features:
-            features = BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))
-            merged["mm_encoder_outputs"] = {"video": features}
+        merged = encoder_outputs(pruned, "video")
         chunk_size, types = setting("prefill_chunk_size"), pruned.tokens.mm_token_type_ids
         if chunk_size is not None and types is not None:  # no chunk may end between tokens that attend both ways
             merged["prefill_chunk_size"] = max(chunk_size, *types.any(0).nonzero()[-1:, 0].add(1).tolist(), 1)
@@ -239,6 +221,17 @@ class STTSForConditionalGeneration(  # type: ignore[misc]  # the mixin names few
         types = pad_types(mm_token_type_ids, past_key_values, inputs_embeds.shape[1])
         return Molmo2ForConditionalGeneration.create_masks_for_generate(
             config, inputs_embeds, attention_mask, past_key_values, position_ids, types, **kwargs
+        )
+
+
+def check_text_attention(text_config: PreTrainedConfig) -> None:
+    """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
+    implementation = text_config._attn_implementation
+    if implementation not in MASKED_TEXT_ATTENTION:
+        raise ValueError(
+            f"`attn_implementation` is {implementation!r} for the text model, but Molmo2's vision tokens attend to "
+            "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
+            "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
         )
 
 

@@ -18,20 +18,17 @@ from transformers.utils.generic import is_flash_attention_requested
 from .cache_stts import CacheRecord
 from .plan_stts import PruningPlan, VideoFeatures, check_finite, check_grids, check_tensors
 from .pruning_stts import Call, PrunedInputs, PruningBackbone
-from .sequence_stts import Tokens
-
-IMAGE, VIDEO = 1, 2  # in `mm_token_type_ids`
+from .sequence_stts import IMAGE, VIDEO, Tokens
 
 
 class MropeBackbone(PruningBackbone):
     """
     Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`.
 
-    native, tower, text_class: classes of the stock model, of `visual` and of `language_model`. run_per_frame: whether
+    tower, text_class: classes of `visual` and of `language_model`. run_per_frame: whether
     each frame of a video has a run of placeholders in the text, or all have one together.
     """
 
-    native: ClassVar[Any]
     tower: ClassVar[Any]
     text_class: ClassVar[Any]
     parts: ClassVar[dict[str, str]] = {
@@ -46,7 +43,6 @@ class MropeBackbone(PruningBackbone):
     num_axes = 3
     vision_is_causal = True
     visual: Any
-    get_image_features: Any
     get_rope_index: Any
     # Native code caches the last call's RoPE delta here. We ignore writes and return None, so calls share no state.
     rope_deltas: Any = property(lambda self: None, lambda self, value: None)
@@ -56,9 +52,6 @@ class MropeBackbone(PruningBackbone):
         self.visual = self.tower(config.vision_config)
         self.language_model = self.text_class(config.text_config)
         self.post_init()
-
-    def native_forward(self, mm_token_type_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
-        return self.native.forward(self, **arguments)
 
     def take_vision_inputs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """As in `PruningBackbone`, grids on the host, which native code would read beside `mm_encoder_outputs`."""
@@ -72,7 +65,9 @@ class MropeBackbone(PruningBackbone):
         """Images too: native code would not remember the positions of what it leaves in a cache."""
         return any(name in arguments for name in self.pixels)
 
-    def find_placeholders(self, input_ids: torch.Tensor, vision: Collection[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    def find_placeholders(
+        self, input_ids: torch.Tensor, vision: Collection[str], types: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Placeholders of videos and of images, (B, L) each."""
         with_videos, with_images = (any(n in vision for n in names) for names in (self.video_inputs, self.image_inputs))
         videos, images = input_ids == self.config.video_token_id, input_ids == self.config.image_token_id

@@ -187,7 +187,8 @@ def with_native_arguments(native: type[PreTrainedModel], forward: Callable[..., 
     """
     parameters = list(inspect.signature(native.forward).parameters.values())
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in CALL_ARGUMENTS]
+    added = [name for name in (*CALL_ARGUMENTS, "mm_token_type_ids") if name not in names]
+    ours = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in added]
 
     @functools.wraps(forward)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

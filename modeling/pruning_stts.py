@@ -116,13 +116,15 @@ class PruningBackbone(PreTrainedModel):
     """
     Mixin for the model without a head: `forward`, the pass itself, `prune`, and the hooks by which backbones differ.
 
-    parts: "language_model", "vision_tower", "connector" or "scorer" by a module's name; inner names win. video_inputs,
-    image_inputs: arguments that come with videos and with images, pixels first, grids last. unread_inputs: those that a
-    processor makes and no model reads. num_axes: of positions, 0 for one number. vision_is_causal: whether vision
-    tokens see only what is before them, so that more may follow a cache. refuses_packed_rows: why a row cannot hold
-    several samples, None where it can.
+    native: class of the stock model. parts: "language_model", "vision_tower", "connector" or "scorer" by a module's
+    name; inner names win. video_inputs, image_inputs: arguments that come with videos and with images, pixels first,
+    grids last. unread_inputs: those that a processor makes and no model reads. num_axes: of positions, 0 for one
+    number. vision_is_causal: whether vision tokens see only what is before them, so that more may follow a cache.
+    refuses_packed_rows: why a row cannot hold several samples, None where it can.
     """
 
+    native: ClassVar[Any]
+    get_image_features: Any  # the native model's
     parts: ClassVar[dict[str, str]]
     video_inputs: tuple[str, ...]
     image_inputs: tuple[str, ...]
@@ -160,6 +162,9 @@ class PruningBackbone(PreTrainedModel):
         self.read_call(call, kwargs)
         pruned = record = None
         if self.is_native(call):
+            if tokens.attention_mask is None and call.packed_rows is False and call.cache is None and not self.num_axes:
+                # Native code would take gaps in the positions, or those of padding, for packed samples.
+                tokens.attention_mask = torch.ones(tokens.shape, dtype=torch.int64, device=tokens.device)
             if records_cache:
                 record = self.record_native(call, bool(vision or kwargs.get("mm_encoder_outputs")))
             arguments = tokens.arguments | vision
@@ -233,22 +238,28 @@ class PruningBackbone(PreTrainedModel):
                 vision |= {name: value for name, value in given.items() if value is not None}
         return vision
 
-    # Hooks. The native model's own `forward`:
-    native_forward: Callable[..., Any]
-    # Placeholders of videos and of images, (B, L) bool each, of `input_ids` beside these arguments of vision:
-    find_placeholders: Callable[[torch.Tensor, Collection[str]], tuple[torch.Tensor, torch.Tensor]]
+    # Hooks. Placeholders of videos and of images, (B, L) bool each, by `input_ids`, the names of a call's arguments of
+    # vision, and its `mm_token_type_ids` or None:
+    find_placeholders: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     # Checks the video inputs of a call and says where each video's blocks lie:
     plan_videos: Callable[[dict[str, Any]], PruningPlan]
     encode_videos: Callable[..., VideoFeatures]
     # Checks the image inputs of a call and counts the tokens of each image, on the host:
     count_image_tokens: Callable[[dict[str, Any]], list[int]]
-    # All images of a call, as the native model encodes them; its `pooler_output` is per image:
-    encode_images: Callable[[dict[str, Any]], BaseModelOutputWithPooling]
     # Arguments of the native forward for what is left:
     merge: Callable[[Call, PrunedInputs], dict[str, Any]]
     # Arguments of native `generate`: `mm_encoder_outputs`, one entry per row, in the order of its placeholders. Beside
     # what is left, it takes what says a setting of the call.
     merge_rows: Callable[[PrunedInputs, Callable[[str], Any]], dict[str, Any]]
+
+    def native_forward(self, **arguments: Any) -> Any:
+        """The native model's own `forward`, which does not read the types of tokens where vision is causal."""
+        arguments.pop("mm_token_type_ids", None)
+        return self.native.forward(self, **arguments)
+
+    def encode_images(self, vision: dict[str, Any]) -> BaseModelOutputWithPooling:
+        """All images of a call, as the native model encodes them: `pooler_output` per image or row."""
+        return self.get_image_features(*(vision.get(name) for name in self.image_inputs), return_dict=True)
 
     def needs_pruning(self, arguments: Collection[str]) -> bool:
         """Whether a call with these arguments goes through `prune`; else native code does all."""
@@ -268,10 +279,6 @@ class PruningBackbone(PreTrainedModel):
         caller gave. found: placeholders of videos and images, (B, L) each.
         """
         return cached.positions_of_new(tokens) if tokens.position_ids is None else tokens.position_ids
-
-    def renumber_tokens(self, tokens: Tokens, keeps: torch.Tensor) -> torch.Tensor | None:
-        """Positions of the whole prompt, now that it is known which tokens (B, L) stay."""
-        return tokens.position_ids
 
     # The pass.
 
@@ -313,7 +320,7 @@ class PruningBackbone(PreTrainedModel):
         of_images = self.count_image_tokens(vision) if self.image_inputs[0] in vision else []
         expected = ([] if plan is None else plan.num_blocks, of_images)
         drops, gets_length = call.changes_length or (plan is not None and plan.drops), call.pruned_length is not None
-        found, rows = self.find_placeholders(tokens.ids, vision), RowPlan(None)
+        found, rows = self.find_placeholders(tokens.ids, vision, tokens.mm_token_type_ids), RowPlan(None)
         if drops or any(expected):
             rows = RowPlan.read(found, tokens.padding_mask, expected, gets_length, call.pads_left)
         images = self.encode_images(vision) if expected[1] else None
@@ -326,11 +333,12 @@ class PruningBackbone(PreTrainedModel):
         if video is not None and any(num_dropped):
             keep_mask = torch.cat([mask.flatten() for mask in video.keep_mask])
             keeps = keeps.masked_scatter(found[0], keep_mask.to(keeps.device))
-        tokens.position_ids = self.renumber_tokens(tokens, keeps)
+        if self.config.pruned_position_ids == "compact":
+            tokens.position_ids = tokens.compact(~keeps)
         sequence = KeptSequence.whole(*tokens.shape, tokens.device)
         if drops:
             sequence = rows.gather(keeps, tokens.padding_mask, num_dropped, call.pruned_length)
-        filler_id = getattr(self.config, "pad_token_id", None) or 0
+        filler_id = getattr(self.config.text_config, "pad_token_id", None) or 0
         left = gather_tokens(tokens, sequence, past_mask, filler_id)
         record = self.record_pruned(cached, tokens, sequence, left, drops)
         pruned = PrunedInputs(left, sequence.kept_indices, record, video, images)

@@ -4,6 +4,7 @@
 says which patches a block has, -1 for padding. `tower_stts` has the pass.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, cast
 
@@ -78,6 +79,8 @@ class RasterTower(PruningTower):
     layer: ClassVar[Any]
     layers_name: ClassVar[str] = "layers"
     norm_name: ClassVar[str] = ""
+    # Hook: patches of frames with their positions, (F, N, D), row by row.
+    embed: Callable[[torch.Tensor], torch.Tensor]
 
     def __init__(self, config: Any):
         config.validate_pruning()  # fields may have been set since construction
@@ -87,15 +90,6 @@ class RasterTower(PruningTower):
         head_dim = getattr(config, "head_dim", None)
         self.add_scorer(config.hidden_size, config.intermediate_size, config.num_attention_heads, head_dim)
         self.post_init()
-
-    @property
-    def num_patches(self) -> int:
-        """Hook: patches of a frame, `N`."""
-        raise NotImplementedError
-
-    def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        """Hook: patches of frames with their positions, (F, N, D), row by row."""
-        raise NotImplementedError
 
     def forward(self, pixel_values: torch.Tensor, pruning: RasterPlan | None = None, **kwargs: Any) -> Any:
         """
@@ -107,23 +101,17 @@ class RasterTower(PruningTower):
             native: Any = super()
             return native.forward(pixel_values, **kwargs)
         returns_states, table = self.check_call(kwargs), pruning.block_patches
-        frames, num_patches, width = pixel_values.shape[0], self.num_patches, self.config.hidden_size
+        embedded = [self.embed(pixel_values)]  # without a name, so as not to lie beside the layers' states to the end
+        frames, num_patches, width = embedded[0].shape
         pruning.check_blocks(num_patches)
         valid = table >= 0 if table.numel() > frames * num_patches else None
         lengths = [table.shape[1] * rows * cols for num_frames, rows, cols in pruning.grids for _ in range(num_frames)]
-        spans = [AttentionSpans.of_lengths(lengths, table.device)]
+        spans, index = [AttentionSpans.of_lengths(lengths, table.device)], table.flatten().clamp_min(0)
         layers = cast(nn.ModuleList, self.get_submodule(self.layers_name))
         taps = pruning.feature_layers or [len(layers) - 1]
         layers = layers[: 1 + max(*taps, self.config.pruning_layer + 1)]  # up to the one that prunes
         found, kept, states, tapped = self.encode_blocks(
-            # No name for them here: they would lie beside the layers' states to the end.
-            self.embed(pixel_values).flatten(0, 1)[table.flatten().clamp_min(0)],  # (G * S, D)
-            layers,
-            taps,
-            returns_states,
-            pruning,
-            spans,
-            valid=valid,
+            embedded.pop().flatten(0, 1)[index], layers, taps, returns_states, pruning, spans, valid=valid
         )
         if returns_states:
             raster = table.flatten().argsort()[table.numel() - frames * num_patches :]  # padding slots are -1

@@ -38,7 +38,7 @@ class RecurrentBackbone(MropeBackbone):
         if fills and call.vision and mask is not None:
             call.pads_left = not bool(mask[:, -1].all())
 
-    def native_forward(self, mm_token_type_ids: torch.Tensor | None = None, **arguments: Any) -> Any:
+    def native_forward(self, **arguments: Any) -> Any:
         """
         As in `MropeBackbone`. Rows that end in padding leave no cache, nor does a call in training mode, which looks
         at no mask, unless it asks for one. Raises `ValueError` where a cache would hold filler behind tokens.
@@ -57,4 +57,4 @@ class RecurrentBackbone(MropeBackbone):
                     "length behind a cache, or whose answer ended early, one by one."
                 )
             arguments["use_cache"] = False
-        return super().native_forward(mm_token_type_ids, **arguments)
+        return super().native_forward(**arguments)

@@ -12,6 +12,7 @@ from torch import nn
 from transformers.cache_utils import Cache
 
 IGNORED_LABEL = -100
+IMAGE, VIDEO = 1, 2  # in `mm_token_type_ids`, where they tell them apart
 
 
 @dataclass
@@ -89,6 +90,10 @@ class Tokens:
         """The same without cached columns."""
         return None if self.padding_mask is None else self.padding_mask[:, -self.shape[1] :]
 
+    def compact(self, dropped: torch.Tensor) -> torch.Tensor | None:
+        """Positions by `close_gaps`, where there are any."""
+        return None if self.position_ids is None else close_gaps(self.position_ids, dropped, self.sample_ids)
+
 
 def check_tensor(name: str, value: Any) -> None:
     """Raises `TypeError` for what is neither a tensor nor None."""
@@ -148,6 +153,18 @@ class KeptSequence:
         if position_ids.dim() == 3:
             return torch.stack([self.take(axis, 0) for axis in position_ids])
         return self.take(position_ids, 0)
+
+
+def close_gaps(position_ids: torch.Tensor, dropped: torch.Tensor, sample_ids: torch.Tensor | None) -> torch.Tensor:
+    """
+    Positions (B, L) less the number of dropped tokens (B, L) up to each in its sample (`sample_ids` (B, L), or one
+    sample a row).
+    """
+    gone = dropped.long().cumsum(-1)
+    if sample_ids is not None:
+        starts = sample_ids.diff(dim=-1, prepend=sample_ids[:, :1] - 1) != 0
+        gone = gone - torch.where(starts, gone - dropped.long(), 0).cummax(-1).values
+    return position_ids - gone
 
 
 def find_samples(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:

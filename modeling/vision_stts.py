@@ -106,10 +106,6 @@ class STTSVisionModel(RasterTower, Molmo2VisionModel):
         alone[[span for span, *others in first_fit_descending(left, max(whole)) if not others]] = True
         return (kept | alone.to(slots.device).repeat_interleave(bounds.diff())).nonzero().squeeze(-1)
 
-    @property
-    def num_patches(self) -> int:
-        return self.positional_embedding.shape[0]
-
     def embed(self, pixel_values: torch.Tensor) -> torch.Tensor:
         """pixel_values: (F, N, patch_size^2 * channels)."""
         patches = self.patch_embedding(pixel_values.to(self.dtype))  # (F, N, D)

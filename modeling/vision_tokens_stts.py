@@ -1,6 +1,6 @@
-"""Molmo2's vision tokens in its text: which are videos', what is added onto them, and what they see.
+"""Vision tokens in a text with one position per token, where images and videos share a placeholder.
 
-Images and videos share a placeholder, and the vision tokens of a sample attend to each other in both directions.
+Which of them are videos', what is added onto them, and what they see, in both directions or before them alone.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import and_masks, create_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 from .pruning_stts import PrunedInputs
 
@@ -26,18 +27,6 @@ def placeholders_of_videos(
     return placeholders & frame_starts.gather(-1, last_start)
 
 
-def close_gaps(position_ids: torch.Tensor, dropped: torch.Tensor, sample_ids: torch.Tensor | None) -> torch.Tensor:
-    """
-    Positions (B, L) less the number of dropped tokens (B, L) up to each in its sample (`sample_ids` (B, L), or one
-    sample a row).
-    """
-    gone = dropped.long().cumsum(-1)
-    if sample_ids is not None:
-        starts = sample_ids.diff(dim=-1, prepend=sample_ids[:, :1] - 1) != 0
-        gone = gone - torch.where(starts, gone - dropped.long(), 0).cummax(-1).values
-    return position_ids - gone
-
-
 def features_of_rows(pruned: PrunedInputs) -> Any:
     """One entry per row, in the order of its placeholders: beams and samples then repeat whole rows."""
     some = pruned.features[0][1]
@@ -48,6 +37,13 @@ def features_of_rows(pruned: PrunedInputs) -> Any:
         merged = merged.masked_scatter(placeholders[..., None].expand_as(merged), features.to(merged))
     everywhere = torch.stack([placeholders for placeholders, _ in pruned.features]).any(0)
     return [row[places] for row, places in zip(merged, everywhere, strict=True)]
+
+
+def encoder_outputs(pruned: PrunedInputs, modality: str) -> dict[str, Any]:
+    """Images' and videos' features as an argument of native `generate`, as one modality, which has the placeholder."""
+    if not pruned.features:
+        return {}
+    return {"mm_encoder_outputs": {modality: BaseModelOutputWithPooling(pooler_output=features_of_rows(pruned))}}
 
 
 def add_features(embeds: torch.Tensor, features: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
@@ -118,14 +114,3 @@ def pad_types(types: torch.Tensor | None, past_key_values: Cache | None, num_tok
     if types is None or past_key_values is None or num_tokens == 1 or types.shape[-1] != num_tokens:
         return types
     return nn.functional.pad(types, (int(past_key_values.get_seq_length()), 0))
-
-
-def check_text_attention(text_config: PreTrainedConfig) -> None:
-    """Raises `ValueError` for a text attention that would silently be causal among the vision tokens."""
-    implementation = text_config._attn_implementation
-    if implementation not in MASKED_TEXT_ATTENTION:
-        raise ValueError(
-            f"`attn_implementation` is {implementation!r} for the text model, but Molmo2's vision tokens attend to "
-            "each other in both directions, which it cannot express. Use 'sdpa' or 'flex_attention' there, for example "
-            "attn_implementation={'text_config': 'sdpa', 'vision_config': 'flash_attention_2'}."
-        )

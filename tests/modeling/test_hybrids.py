@@ -204,7 +204,7 @@ def test_in_training_no_mask_is_read_back_and_only_a_cache_that_is_asked_for_is_
     outputs = model(**backbone.batch(ROWS, "right"))
     assert outputs.past_key_values is None
     assert model(**backbone.batch([[9], [5]], "left"), use_cache=True).past_key_values.get_seq_length() == 9
-    monkeypatch.setattr(MropeBackbone, "native_forward", lambda self, types, **arguments: arguments)
+    monkeypatch.setattr(MropeBackbone, "native_forward", lambda self, **arguments: arguments)
     ours = {name: inputs[name] for name in ("input_ids", "attention_mask")}
     for train in (True, False):
         with Recorder() as recorder:

@@ -24,6 +24,8 @@ CORE = [
     "outputs",
     "tower",
     "raster_tower",
+    "vision_tokens",
+    "causal",
     "mrope",
     "mrope_tower",
     "recurrent",

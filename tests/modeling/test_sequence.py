@@ -9,10 +9,11 @@ from stts_hf.modeling.plan_stts import assign_to_rows
 from stts_hf.modeling.sequence_stts import (
     KeptSequence,
     Tokens,
+    close_gaps,
     find_samples,
     gather_columns,
 )
-from stts_hf.modeling.vision_tokens_stts import close_gaps, placeholders_of_videos
+from stts_hf.modeling.vision_tokens_stts import placeholders_of_videos
 
 # Two rows of 8 tokens; the first loses 3, the second 5.
 KEPT_TOKENS = torch.tensor([[1, 1, 0, 1, 0, 0, 1, 1], [1, 0, 0, 1, 0, 0, 0, 1]]).bool()

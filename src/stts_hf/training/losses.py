@@ -54,7 +54,8 @@ def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool
         blocks = ((grids[:, 0] - 1) * (grids[:, 1] // side) * (grids[:, 2] // side)).sum()
     rows, ids, given = torch.zeros_like(blocks), batch.get("input_ids"), batch.get("labels")
     if grids is not None and ids is not None and given is not None:
-        rows = (backbone.find_placeholders(ids, batch.keys())[0].any(-1) & (given != -100).any(-1)).sum()
+        videos, _ = backbone.find_placeholders(ids, batch.keys(), batch.get("mm_token_type_ids"))
+        rows = (videos.any(-1) & (given != -100).any(-1)).sum()
     return torch.stack([labels.to(blocks.device), blocks, rows.to(blocks.device)]).float()
 
 

@@ -70,7 +70,8 @@ def score_videos(
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True, tower_cache=cache)
     if states is not None and cache is not None and is_new:
         sizes = [scores.numel() for scores in found.token_scores]
-        placeholders = backbone.find_placeholders(batch["input_ids"], batch.keys())[0].sum(-1).tolist()
+        types = batch.get("mm_token_type_ids")
+        placeholders = backbone.find_placeholders(batch["input_ids"], batch.keys(), types)[0].sum(-1).tolist()
         states.write(keys, assign_to_rows("video", placeholders, sizes), cache, sizes)
     nothing = found.token_scores[0].new_zeros(())
     return ScoringOutput(task_loss=nothing, temporal_loss=found.temporal_loss, token_scores=found.token_scores)

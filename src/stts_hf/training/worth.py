@@ -71,7 +71,7 @@ def measure(
     loss = AnswerLoss(model, batch, kind)
     shapes = [(scores.shape[0], scores.shape[1]) for scores in loss.whole.token_scores]  # (T, n)
     sizes = [frames * number for frames, number in shapes]
-    placeholders = loss.backbone.find_placeholders(batch["input_ids"], batch.keys())[0]
+    placeholders = loss.backbone.find_placeholders(batch["input_ids"], batch.keys(), batch.get("mm_token_type_ids"))[0]
     rows = assign_to_rows("video", placeholders.sum(-1).tolist(), sizes)
     if on_policy:
         values = torch.logit(torch.cat([scores.flatten() for scores in loss.whole.token_scores]), eps=1e-6)
