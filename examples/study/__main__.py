@@ -10,6 +10,7 @@ from typing import Any
 
 from stts_hf.cli.options import count, share
 from stts_hf.errors import is_disk_full
+from stts_hf.training.answer_loss import ANSWER_LOSSES
 
 from .distraction import KINDS, Look
 from .methods import METHODS
@@ -69,6 +70,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "num_masks": {"type": count, "metavar": "N", "help": "keep masks of a clip in a round (default: 12)"},
     "mask_rounds": {"type": count, "metavar": "N", "help": "rounds of keep masks (default: 2)"},
+    "answer_loss": {"choices": ANSWER_LOSSES, "help": "what a keep mask costs (default: divergence)"},
     "split": {"choices": SPLITS, "help": "whose clips are asked about (default: test)"},
     "without_options": {
         "action": "store_true",

@@ -133,8 +133,9 @@ def header(results: Results) -> Iterator[str]:
         f"({settings.warmup_steps} steps of warm-up, cosine schedule, rates: {rates}). Each clip draws its share to "
         f"drop, from {percent(settings.ratio_range[0])} to {percent(settings.ratio_range[1])}. A new scorer first "
         f"learns alone, at a rate of {settings.scorer_rate:g}: {settings.scorer_steps} steps by the temporal loss, or "
-        f"{settings.answers_steps} by answers ({settings.mask_rounds} x {settings.num_masks} keep masks a clip). "
-        f"Asked: {asked}{', without options' if settings.without_options else ''}. Training data {settings.dataset}."
+        f"{settings.answers_steps} by answers ({settings.mask_rounds} x {settings.num_masks} keep masks a clip, loss: "
+        f"{settings.answer_loss}). Asked: {asked}{', without options' if settings.without_options else ''}. Training "
+        f"data {settings.dataset}."
     )
     machines = (record["machine"] for record in done)
     places = sorted({f"{it['cpu']}, {it['threads']} threads a run, {it['device']}" for it in machines})

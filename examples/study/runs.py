@@ -215,6 +215,7 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
             learning_rates=dict(settings.learning_rates),
             warmup_steps=settings.warmup_steps,
             num_masks=settings.num_masks,
+            answer_loss=settings.answer_loss,
             seed=run.seed,
             **({} if "pruning_ratio" in method.settings else draws),
         )
@@ -251,6 +252,7 @@ def load_started_scorer(model: Any, run: Run, desk: Desk, collator: STTSDataColl
                 steps, folder = settings.answers_steps, path.with_suffix("")
                 options |= {"num_masks": settings.num_masks, "mask_rounds": settings.mask_rounds, "folder": folder}
                 options |= {"pruning_ratio_range": list(settings.mask_ratios), "choose_on": Subset(desk.rows, held_out)}
+                options |= {"answer_loss": settings.answer_loss}
             size, rate = settings.batch_size, settings.scorer_rate
             fitting.start_scorer(model, Subset(desk.rows, shown), collator, steps, size, run.seed, rate, **options)
             found = {"state": scorer.state_dict(), "worth_unit": model.config.worth_unit}

@@ -44,8 +44,8 @@ class Settings:
     its pruning ratio in training. learning_rates: peak of each part, under a cosine schedule with `warmup_steps`.
     scorer_rate: peak while a new scorer learns alone, before all else: `scorer_steps` by the temporal loss, or
     `answers_steps` by `num_masks` keep masks of a clip in each of `mask_rounds`, which drop shares between
-    `mask_ratios`. without_options: ask multiple-choice questions without showing the options. model_settings: fields of
-    the model's configuration, such as `temporal_loss_weight`. layers: further ones.
+    `mask_ratios`; answer_loss: what a mask costs. without_options: ask multiple-choice questions without showing the
+    options. model_settings: fields of the model's configuration, such as `temporal_loss_weight`. layers: further ones.
     """
 
     dataset: str
@@ -64,6 +64,7 @@ class Settings:
     mask_ratios: tuple[float, ...] = (0.5, 0.9)
     num_masks: int = 12
     mask_rounds: int = 2
+    answer_loss: str = "divergence"
     without_options: bool = False
     learning_rates: dict[str, float] = dataclasses.field(default_factory=lambda: dict(PAPER_LEARNING_RATES))
     model_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
