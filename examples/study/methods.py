@@ -31,14 +31,16 @@ class Method:
 
     name: key in `METHODS`. label: in tables. settings: of the model's configuration; they win over the caller's. parts:
     what of a study beside its accuracies it takes part in: pruning "layers", test-time "scaling", "images", scores
-    against "motion". trained: False for one that prunes the frozen base. merges: whether it is ToMe. told: what its
-    ranking is told of the true masks: what matters to a "question", or to all questions about a "clip".
+    against "motion". keeps_scorer: whether training leaves the scorer as it was fitted to the base. trained: False for
+    one that prunes the frozen base. merges: whether it is ToMe. told: what its ranking is told of the true masks: what
+    matters to a "question", or to all questions about a "clip".
     """
 
     name: str
     label: str
     settings: Mapping[str, Any]
     parts: tuple[str, ...] = ()
+    keeps_scorer: bool = False
     trained: bool = True
     merges: bool = False
     told: str = ""
@@ -66,6 +68,7 @@ ALL = ("scaling", "images", "motion")
 KNOWN = (
     Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("scaling", "images")),
     Method(TOLD_TOO, "STTS by answers", ANSWERS, ("layers", *ALL)),
+    Method("stts-answers-fixed", "STTS by answers, scorer of the base", ANSWERS, ("motion",), keeps_scorer=True),
     Method("stts", "STTS", SCORER, ("layers", *ALL)),
     Method("stts-no-temporal", "STTS without temporal loss", SCORER | {"temporal_loss_weight": 0.0}, ("motion",)),
     Method("cosine", "Heuristic", NO_SCORER, ("motion",)),

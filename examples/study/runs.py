@@ -216,6 +216,7 @@ def train(run: Run, desk: Desk, checkpoint: Path) -> dict[str, Any]:
             warmup_steps=settings.warmup_steps,
             num_masks=settings.num_masks,
             answer_loss=settings.answer_loss,
+            freeze=[SCORER] if method.keeps_scorer else [],
             seed=run.seed,
             **({} if "pruning_ratio" in method.settings else draws),
         )

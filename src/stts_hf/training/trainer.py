@@ -18,7 +18,7 @@ from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
 from stts_hf.data.sample_packing import PackedDataset
-from stts_hf.model_parts import VISION_TOWER, find_backbone
+from stts_hf.model_parts import SCORER, VISION_TOWER, find_backbone
 from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distributed import (
@@ -106,7 +106,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         why = OWN[model_type].model.backbone.refuses_packed_rows
         if why and any(isinstance(rows, PackedDataset) for rows in (self.train_dataset, self.eval_dataset)):
             raise ValueError(f"A `PackedDataset` puts several samples into a row, but {why}. Pass its rows unpacked.")
-        learns_answers = model.config.scorer_target == "answers"
+        learns_answers = model.config.scorer_target == "answers" and SCORER not in (self.args.freeze or ())
         if (self.args.scorer_only or learns_answers) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             setting = "`scorer_only` is true" if self.args.scorer_only else "`scorer_target` is 'answers'"
             raise ValueError(
