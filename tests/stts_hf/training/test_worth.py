@@ -226,6 +226,19 @@ def test_whole_training_draws_masks_in_every_step(tmp_path):
     assert not list(tmp_path.glob("_masks*"))
 
 
+def test_a_frozen_scorer_measures_no_masks(tmp_path, monkeypatch):
+    monkeypatch.setattr("stts_hf.training.worth.measure", None)  # would fail if it were called
+    model = tiny_model(tiny_config(model_overrides={"scorer_target": "answers", "worth_unit": 0.05}))
+    run = trainer(tmp_path, model=model, data=CLIPS, freeze=["scorer"], max_steps=2, eval_dataset=CLIPS)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run.train()
+    assert logged(run, "loss") == pytest.approx(logged(run, "task_loss"), rel=1e-5)
+    assert "eval_worth_loss" not in run.evaluate()
+    changed = {name for name, tensor in model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed
+    assert not any(".scorer." in name for name in changed)
+
+
 def test_the_loss_reaches_the_scorer(tmp_path):
     model = tiny_model(tiny_config(**ANSWERS))
     run, batch = run_of(tmp_path, model), CLIPS[0]
