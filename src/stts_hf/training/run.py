@@ -54,14 +54,17 @@ def dry_run(config: TrainConfig) -> str:
 
 
 def train(
-    config: TrainConfig, resume: bool | str = False, started: Callable[[Any], None] = lambda model: None
+    config: TrainConfig,
+    resume: bool | str = False,
+    started: Callable[[Any], None] = lambda model: None,
+    begun: Callable[[STTSTrainer], None] = lambda trainer: None,
 ) -> STTSTrainer:
     """
     Trains, and saves a complete checkpoint, or the adapter, into `output_dir`, with its card and the configuration as
     `train_config.yaml`. Returns the trainer.
 
     resume: True for the last whole checkpoint in the output folder, or a checkpoint's folder. started: gets the model
-    before the first step. Raises `ConfigError` and `RowError` before the first step.
+    as it is loaded. begun: gets the trainer before the first step. Raises `ConfigError` and `RowError` before that.
     """
     output = Path(str(config.training.output_dir))
     checkpoint = check_output(config, output, resume)
@@ -73,6 +76,7 @@ def train(
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
         write_config(config, output)
+    begun(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
     if "eval" in run.rows:
         trainer.evaluate()
