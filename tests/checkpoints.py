@@ -30,7 +30,8 @@ ALL_TINIES = TINIES | {
 QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 DAILY = ["molmo2", *QWENS]
 RECURRENT = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_5_moe")]
-EVERY = [*DAILY, pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), *RECURRENT]
+OTHERS = [pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), *RECURRENT]
+EVERY = [*DAILY, *OTHERS]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(
     side // _VISION["patch_size"] // window
@@ -59,7 +60,8 @@ def load_tiny(folder: Path | str = TINY, **options: Any) -> STTSForConditionalGe
 def load_talkative(folder: Path = TINY) -> Any:
     """A tiny model with a random text model: what it writes says nothing, but differs from prompt to prompt."""
     model: Any = AutoModelForMultimodalLM.from_pretrained(folder).eval()
-    generator = torch.Generator().manual_seed(0)
+    seed = 1 if folder.name == "stts-qwen3-vl-moe-tiny" else 0  # with 0, that one says the same of everything
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         if model.lm_head.weight is model.get_input_embeddings().weight:  # then it would repeat itself
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())

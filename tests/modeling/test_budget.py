@@ -10,7 +10,19 @@ from transformers import GenerationConfig
 
 from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.plan_stts import TowerCache
-from tests.backbones import DAILY, Backbone, Clip, Inputs, Picture, Rows, longer, prompt
+from tests.backbones import (
+    DAILY,
+    HYBRID_MIXTURES,
+    HYBRIDS,
+    MIXTURES,
+    Backbone,
+    Clip,
+    Inputs,
+    Picture,
+    Rows,
+    longer,
+    prompt,
+)
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -27,6 +39,7 @@ MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3, Picture(), 3], [7]
 ADJACENT: Rows = [[2, Clip(1), Clip(3), 4], [3, Clip(1), 4]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
 SELECTORS = ("scorer", "cosine")
+LATER = [pytest.param(some, marks=pytest.mark.slow) for some in (*MIXTURES, *HYBRIDS, *HYBRID_MIXTURES)]
 
 
 def level(model: Any, inputs: Inputs, share: float) -> float:
@@ -44,7 +57,7 @@ def ratios_of(keep_mask) -> list[float]:
     return [float((~mask).sum()) / mask.numel() for mask in keep_mask]
 
 
-@pytest.fixture(scope="module", params=DAILY, ids=lambda backbone: backbone.name)
+@pytest.fixture(scope="module", params=[*DAILY, *LATER], ids=lambda backbone: backbone.name)
 def backbone(request) -> Backbone:
     return request.param
 
@@ -74,12 +87,15 @@ def test_rows_of_a_batch_equal_the_naive_construction(backbone, any_model, selec
         for index, row in enumerate(backbone.alone(rows)):
             expected = backbone.naive(any_model, row, rule)
             assert kept_of_row(outputs, inputs, index) == expected.kept, rule
-            torch.testing.assert_close(logits_of_row(outputs, inputs, index), expected.logits, **CLOSE)
+            found = logits_of_row(outputs, inputs, index)
+            torch.testing.assert_close(found, expected.logits, atol=backbone.naive_rounding, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["left", "right", "packed"])
 def test_losses_and_gradients_equal_those_of_separate_rows(backbone, any_model, form):
     """The scorer learns through the bias, in videos that lose nothing too."""
+    if form == "packed" and any_model.model.refuses_packed_rows:
+        pytest.skip(f"{backbone.name} refuses packed rows")
     rows: Rows = [*ROWS, [2, Picture(), 3]]
     inputs = backbone.pack(rows) if form == "packed" else backbone.batch(rows, form)
     for share in (0.0, 0.5):
@@ -90,7 +106,8 @@ def test_losses_and_gradients_equal_those_of_separate_rows(backbone, any_model, 
         torch.testing.assert_close(outputs.task_loss, task_loss, atol=1e-5, rtol=0)
         torch.testing.assert_close(outputs.loss, outputs.task_loss + outputs.temporal_loss)
         expected = gradients(any_model, task_loss)
-        assert_gradients_equal(gradients(any_model, any_model(**inputs, **call_of(rule)).task_loss), expected)
+        found = gradients(any_model, any_model(**inputs, **call_of(rule)).task_loss)
+        assert_gradients_equal(found, expected, backbone.naive_rounding)
         scorer = [name for name in expected if ".scorer." in name and not name.endswith("k_proj.bias")]
         assert len(scorer) == 13
         assert all(expected[name].abs().max() > 0 for name in scorer)
@@ -122,7 +139,7 @@ def test_a_cosine_that_keeps_all_is_no_pruning(backbone, any_model, monkeypatch)
     for index in range(len(ROWS)):
         # Qwen's patches are embedded by a matrix product instead of a convolution: 5.3e-6 was measured.
         ours, theirs = (logits_of_row(some, inputs, index) for some in (found, unpruned))
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours, theirs, atol=backbone.naive_rounding, rtol=0)
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from stts_hf import STTSProcessor, register_auto_classes
-from tests.checkpoints import TINIES, TINY, load_tiny, write_small_clip
+from tests.checkpoints import ALL_TINIES, OTHERS, TINIES, TINY, load_tiny, write_small_clip
 from tests.clips import write_clip
 from tests.hub_server import LoopbackHub
 from tests.tiny import randomise
@@ -48,11 +48,11 @@ def processor() -> STTSProcessor:
     return STTSProcessor.from_pretrained(TINY)
 
 
-@pytest.fixture(scope="session", params=TINIES)
+@pytest.fixture(scope="session", params=[*TINIES, *OTHERS])
 def any_folder(request) -> Path:
     """The tiny checkpoint of each backbone."""
     register_auto_classes()
-    return TINIES[request.param]
+    return ALL_TINIES[request.param]
 
 
 @pytest.fixture(scope="session")

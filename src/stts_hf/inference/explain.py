@@ -91,8 +91,8 @@ class Search:
         changing[0] = False
         every = [(frame, place) for frame, place in changing.nonzero().tolist()]
         turned, gain = self.measure([] if self.puts_back else every)
-        if not turned and not self.puts_back:
-            return "seen", []
+        if not every or not (turned or self.puts_back):
+            return "dropped" if self.puts_back else "seen", []
         if turned and self.puts_back:  # without the bias of the scores: then what helps most
             return "bias", self.fewest(every)
         self.clear = CLEAR * (probability if self.puts_back else gain)

@@ -10,12 +10,12 @@ from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli import checkpoint_options as checkpoints
 from stts_hf.cli.errors import CommandError
 from stts_hf.cli.main import main
-from tests.checkpoints import DAILY, TINY, load_tiny
+from tests.checkpoints import EVERY, TINY, load_tiny
 from tests.conftest import REPOSITORY
 from tests.stts_hf.checkpoints.convert_files import write_qwen
 
 
-@pytest.fixture(scope="module", params=DAILY)
+@pytest.fixture(scope="module", params=EVERY)
 def stock(request, tmp_path_factory, processor) -> Path:
     """A tiny model without its scorer, as a stock folder."""
     folder = tmp_path_factory.mktemp("stock")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from stts_hf.cli.main import main
-from tests.checkpoints import ANSWER, QWENS, TINIES
+from tests.checkpoints import ALL_TINIES, ANSWER, OTHERS, QWENS
 from tests.clips import write_clip
 from tests.training_files import write_rows
 
@@ -82,9 +82,9 @@ def test_without_options_questions_are_open(run, tmp_path):
     assert fewer[1] == fewer[2] > fewer[0] == fewer[3] == 0
 
 
-@pytest.mark.parametrize("other", QWENS)
+@pytest.mark.parametrize("other", [*QWENS, *OTHERS])
 def test_another_backbone_takes_the_same_command(run, other):
-    options = ["--checkpoint", str(TINIES[other]), "--max-new-tokens", "1"]
+    options = ["--checkpoint", str(ALL_TINIES[other]), "--max-new-tokens", "1"]
     status, out, _, lines = run(*options, "--pruning-ratio", "0.3", "--num-frames", "4")
     assert status == 0
     assert re.search(r"^all +4 ", out, re.M)

@@ -12,7 +12,7 @@ from PIL import Image
 
 from stts_hf.cli.main import main
 from stts_hf.visualize.sample_clip import write_sample_clip
-from tests.checkpoints import QWENS, TINIES
+from tests.checkpoints import ALL_TINIES, OTHERS, QWENS
 
 # 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
 NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
@@ -60,10 +60,10 @@ def test_it_answers_counts_and_draws(run):
     assert "stock model" not in out + err  # nobody asked for times
 
 
-@pytest.mark.parametrize("other", QWENS)
+@pytest.mark.parametrize("other", [*QWENS, *OTHERS])
 def test_another_backbone_takes_the_same_command(run, other):
     """Of 20 frames in 2 s four, in two tubelets of 4 x 6 blocks, in the size they have."""
-    tiny, last = TINIES[other], {"qwen3_vl": "1.9", "qwen2_5_vl": "1.5"}[other]  # native sampling, not alike
+    tiny, last = ALL_TINIES[other], "1.5" if other == "qwen2_5_vl" else "1.9"  # native sampling, not alike
     status, out, _, sheet = run("--time", checkpoint=tiny)
     assert status == 0
     assert re.search(rf"^frames: +4 sampled from 0\.00 s to {last}0 s of a video of 2\.00 s$", out, re.M)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,9 @@ class Gate:
         return gated
 
 
-@pytest.fixture(scope="session")
-def served(assistant) -> Iterator[Any]:
+@contextmanager
+def serving(assistant: VideoAssistant) -> Iterator[Any]:
     """The app, with `url`, `gate` and `page`, its components and what it knows of visitors."""
-    pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
     from stts_hf.demo.held_clips import Limits
     from stts_hf.demo.serving import build, serve
 
@@ -66,6 +66,13 @@ def served(assistant) -> Iterator[Any]:
     page.url, page.gate = url, gate
     yield page
     page.blocks.close()
+
+
+@pytest.fixture(scope="session")
+def served(assistant) -> Iterator[Any]:
+    pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
+    with serving(assistant) as page:
+        yield page
 
 
 @pytest.fixture

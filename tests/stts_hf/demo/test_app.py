@@ -9,12 +9,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoProcessor
 
+from stts_hf import VideoAssistant, register_auto_classes
 from stts_hf.modeling import video_reading_stts
 from stts_hf.video import sources
+from tests.checkpoints import ALL_TINIES, OTHERS, QWENS, load_talkative
 from tests.clips import write_clip
 from tests.small_disk import small_disk
-from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO
+from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO, serving
 
 gradio = pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
 gradio_client = pytest.importorskip("gradio_client", reason=WITHOUT_GRADIO)
@@ -49,6 +52,23 @@ def test_the_second_question_is_answered_from_the_held_clip_and_says_so(client, 
     assert "72 of 144" in timeline
     assert numbers.count("<tr>") == 2  # the head, and one way of watching
     assert "not measured yet" in numbers
+
+
+@pytest.mark.parametrize("other", [*QWENS, *OTHERS])
+@pytest.mark.slow
+def test_another_backbone_is_asked_twice_about_the_clip_it_holds(other, video):
+    register_auto_classes()
+    folder = ALL_TINIES[other]
+    assistant = VideoAssistant(load_talkative(folder), AutoProcessor.from_pretrained(folder))
+    with serving(assistant) as page:
+        client = gradio_client.Client(page.url, verbose=False)
+        for question in ("What moves?", "Where is it?"):
+            said, timeline, _ = ask(client, video, question)
+            answer = assistant.answer(str(video), question, pruning_ratio=0.5, max_new_tokens=12)
+            assert said.startswith(answer.answer)
+            assert f"{answer.video_tokens_kept} of {answer.video_tokens}" in timeline
+        assert "Answered from cache" in said
+        client.close()
 
 
 def test_the_ratio_and_the_selector_are_those_that_were_chosen(client, video):

@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from stts_hf.evaluation.evaluate import evaluate
-from tests.checkpoints import DAILY, TINIES, load_talkative
+from tests.checkpoints import ALL_TINIES, EVERY, load_talkative
 from tests.clips import write_clip
 from tests.conftest import REPOSITORY
 from tests.training_files import write_rows
@@ -33,11 +33,11 @@ EXAMPLES = REPOSITORY / "examples" / "eval"
 GREEDY = {"max_new_tokens": 4, "do_sample": False, "until": []}
 
 
-@pytest.fixture(scope="module", params=DAILY)
+@pytest.fixture(scope="module", params=EVERY)
 def checkpoint(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoint")
-    load_talkative(TINIES[request.param]).save_pretrained(folder)
-    AutoProcessor.from_pretrained(TINIES[request.param]).save_pretrained(folder)
+    load_talkative(ALL_TINIES[request.param]).save_pretrained(folder)
+    AutoProcessor.from_pretrained(ALL_TINIES[request.param]).save_pretrained(folder)
     return folder
 
 

@@ -24,18 +24,19 @@ NEW = 4
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
 # float32 rounding of logits of size about 5, summed over a whole prompt or over a question behind a cache.
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0}
-CLOSE_OF_STATES = CLOSE | {"atol": 3e-5}  # chunks of a recurrence begin elsewhere: 2e-5 was measured
+# Chunks of a recurrence begin elsewhere: 1.3e-4 was measured, and 8e-4 in stock models with these weights.
+CLOSE_OF_STATES = CLOSE | {"atol": 3e-4}
 
 
 def close(assistant: VideoAssistant) -> dict[str, Any]:
-    return CLOSE_OF_STATES if assistant.model.config.model_type == "stts_qwen3_5" else CLOSE
+    return CLOSE_OF_STATES if assistant.model.config.model_type.startswith("stts_qwen3_5") else CLOSE
 
 
 BACKBONES = [
     "stts-tiny",
     "stts-qwen3-vl-tiny",
     "stts-qwen3-5-tiny",
-    pytest.param("stts-qwen2-5-vl-tiny", marks=pytest.mark.slow),
+    *(pytest.param(f"stts-qwen{name}-tiny", marks=pytest.mark.slow) for name in ("2-5-vl", "3-vl-moe", "3-5-moe")),
 ]
 MOLMO2_ALONE = pytest.mark.parametrize("assistant", ["stts-tiny"], indirect=True)  # not a matter of the backbone
 
