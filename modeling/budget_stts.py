@@ -87,7 +87,7 @@ class KeepRule:
             return KeepRule(ratio, bounds=self.bounds)
         threshold, budget = either(threshold, self.threshold), either(budget, self.budget)
         if threshold is None and (low, high) != (None, None):
-            raise ValueError(f"`min_pruning_ratio` = {low} and `max_pruning_ratio` = {high} need a `score_threshold`.")
+            raise ValueError(f"`min_pruning_ratio` is {low}, `max_pruning_ratio` {high}: pass a `score_threshold` too.")
         ratio = self.ratio if threshold is None and budget is None else None
         return KeepRule(ratio, threshold, (either(low, self.bounds[0]), either(high, self.bounds[1])), budget)
 

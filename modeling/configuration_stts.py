@@ -52,8 +52,8 @@ class STTSVisionConfig(PruningSettings, Molmo2VisionConfig):
         super().validate_pruning()
         if self.refill_single_frame_bins and self.packing != "first_fit_descending":
             raise ValueError(
-                "`refill_single_frame_bins` is True, which needs `packing` = 'first_fit_descending', "
-                f"but `packing` is {self.packing!r}."
+                f"`refill_single_frame_bins` is True, but `packing` is {self.packing!r}. Set `packing` to "
+                "'first_fit_descending', or leave the bins as they are (False)."
             )
         sizes, windows = self.image_size, self.pooling_size
         if len(sizes) != 2 or not 1 <= self.patch_size <= min(sizes):

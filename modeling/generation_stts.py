@@ -231,7 +231,7 @@ def read_prompt(
         kwargs["attention_mask"] = infer_mask(ids, setting("pad_token_id"), setting("eos_token_id"))
     mask, positions, types = (kwargs.get(name) for name in ("attention_mask", "position_ids", "mm_token_type_ids"))
     if mask is not None and mask.dim() != 2:
-        raise ValueError(f"`attention_mask` has {mask.dim()} dimensions, but `generate` needs the 2D padding mask.")
+        raise ValueError(f"`attention_mask` has {mask.dim()} dimensions. Pass the padding mask, (batch, length).")
     check_one_sample(kwargs, model.num_axes)
     if positions is None and mask is not None and cached is None:
         positions = (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)

@@ -288,7 +288,7 @@ class PruningBackbone(PreTrainedModel):
     ) -> tuple | VideoFeatures:
         """Features of the kept blocks of each video. args: of `video_inputs`, in their order, or by their names."""
         if len(args) >= len(self.video_inputs):
-            raise TypeError(f"`get_video_features` takes only {self.video_inputs} as positional arguments.")
+            raise TypeError(f"`get_video_features` takes {self.video_inputs} by position. Name the others.")
         vision = dict(zip(self.video_inputs, (pixel_values_videos, *args), strict=False))
         vision |= {name: kwargs.pop(name) for name in self.video_inputs if name in kwargs}
         check_names(kwargs)

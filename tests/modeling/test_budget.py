@@ -333,7 +333,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"video_token_budget": 50, "pruning_ratio": 0.5}, "`pruning_ratio` is 0.5 and `video_token_budget` is 50"),
     ({"min_pruning_ratio": 0.2, "pruning_ratio": 0.5}, "`pruning_ratio` is 0.5 and `min_pruning_ratio` is 0.2"),
-    ({"min_pruning_ratio": 0.5}, "`min_pruning_ratio` = 0.5 and `max_pruning_ratio` = None need a `score_threshold`"),
+    ({"min_pruning_ratio": 0.5}, "`min_pruning_ratio` is 0.5, `max_pruning_ratio` None: pass a `score_threshold` too"),
     ({"score_threshold": 0.5, "min_pruning_ratio": 0.6, "max_pruning_ratio": 0.4}, "`min_pruning_ratio` is 0.6, but"),
     (
         {"score_threshold": 0.5, "max_pruning_ratio": 1.5},
@@ -344,7 +344,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"video_token_budget": True}, "`video_token_budget` is True, but must be a positive int"),
     ({"video_token_budget": 20.0}, "`video_token_budget` is 20.0, but must be a positive int"),
     ({"video_token_budget": [50, 50]}, "`video_token_budget` holds 2 budgets, but the call has 3 videos"),
-    ({"score_threshold": 0.5, "block_scores": torch.zeros(81)}, "`block_scores` excludes `score_threshold`"),
+    ({"score_threshold": 0.5, "block_scores": torch.zeros(81)}, "with `block_scores` `pruning_ratio` is needed"),
     ({"video_token_budget": [50, None, 50]}, "`video_token_budget` is None, but must be a positive int"),
 ]
 

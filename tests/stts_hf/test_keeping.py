@@ -44,7 +44,7 @@ def test_a_rule_is_taken_out_of_options(config):
         ({"pruning_ratio": [0.5, 0.6]}, "must be one number for all videos"),
         ({"score_threshold": 1.5}, r"lie in \[0.0, 1.0\]"),
         ({"score_threshold": 0.1, "min_pruning_ratio": 0.9, "max_pruning_ratio": 0.1}, "must be at most"),
-        ({"min_pruning_ratio": 0.9}, "need a `score_threshold`"),
+        ({"min_pruning_ratio": 0.9}, "pass a `score_threshold` too"),
         ({"video_token_budget": 0}, "must be a positive int"),
     ],
     ids=["both", "a list", "out of range", "bounds", "a bound alone", "budget"],

@@ -106,7 +106,7 @@ def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
     try:
         card = ModelCard(text.replace(UNNAMED, repo_id), ignore_metadata_errors=False)
     except (ValueError, yaml.YAMLError) as error:
-        raise ValueError(f"Invalid metadata in README.md: {error}") from error
+        raise ValueError(f"README.md has metadata that the Hub refuses; correct its head: {error}") from error
     for key, value in (("library_name", "transformers"), ("pipeline_tag", "video-text-to-text")):
         if card.data.get(key) is None:
             card.data[key] = value

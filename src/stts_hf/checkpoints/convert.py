@@ -87,7 +87,7 @@ def convert_checkpoint(
     source_folder = find_folder(source, "source", revision, ["*.safetensors"])
     base_folder = source_folder if base is None else find_folder(base, "base")
     if unknown := keep.keys() - {*KEEP_ARGUMENTS}:
-        raise TypeError(f"`convert_checkpoint` takes no {', '.join(sorted(unknown))}.")
+        raise TypeError(f"`convert_checkpoint` takes no {', '.join(sorted(unknown))}. Leave it out.")
     given = {"packing": packing, "selector": selector, **keep}
     overrides = {name: value for name, value in given.items() if value is not None}
     config, processor, tensors = read_source(source_folder, base_folder, overrides)

@@ -98,7 +98,7 @@ def choose_device(name: str) -> Any:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name} cannot be used here: {' '.join(str(error).split())[:120]}") from None
     if device.type == "meta":
-        raise ValueError("device meta cannot be used here: it has shapes, but no numbers")
+        raise ValueError("device meta cannot be used here, as it holds no numbers: choose cpu or cuda")
     return device
 
 

@@ -55,7 +55,7 @@ def load_original_config(folder: Path | str) -> dict:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(f"{path} is not valid YAML: {error}") from error
+        raise ValueError(f"{path} is not valid YAML, copy it again: {error}") from error
     model = config.get("model") if isinstance(config, dict) else None
     if not isinstance(model, dict):
         raise ValueError(f"{path} has no `model` section: it is not the config of a training checkpoint.")

@@ -174,7 +174,7 @@ def open_sharded(folder: Path) -> dict[str, StoredTensor]:
                 read = partial(_read_chunks, folder, name, size, chunks.get(name, []))
                 tensors[name.removeprefix("model.")] = StoredTensor(size, dtype, read)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not the metadata of a checkpoint: {error!r}") from error
+        raise ValueError(f"{path} is not a checkpoint's metadata ({error!r}): copy it again.") from error
     return tensors
 
 
@@ -182,7 +182,7 @@ def _read_chunks(folder: Path, name: str, size: tuple[int, ...], stored: list[_C
     """Joins a tensor of its chunks."""
     chunks = [(offsets, _read_chunk(folder, name, info)) for offsets, info in stored]
     if sum(chunk.numel() for _, chunk in chunks) != math.prod(size):
-        raise ValueError(f"{folder} holds {len(chunks)} chunks of `{name}`, which do not add up to {size}.")
+        raise ValueError(f"{folder} holds {len(chunks)} chunks of `{name}`, but not all of {size}: copy it again.")
     if len(chunks) == 1:
         return chunks[0][1].reshape(size)
     tensor = torch.empty(size, dtype=chunks[0][1].dtype)

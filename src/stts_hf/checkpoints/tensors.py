@@ -63,7 +63,7 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     if name in tensors:
-                        raise ValueError(f"{path} is of another checkpoint than its siblings, which hold `{name}` too.")
+                        raise ValueError(f"{path} holds `{name}`, as a file beside it: keep one checkpoint's files.")
                     part = file.get_slice(name)
                     code = part.get_dtype()
                     read = partial(_read, path, name)
@@ -108,7 +108,7 @@ def shard_files(index: Path) -> list[Path]:
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard:
-            raise ValueError(f"{index} names {shard!r}, but shards must lie beside it.")
+            raise ValueError(f"{index} names {shard!r}, but shards must lie beside it: move them.")
         if not (index.parent / shard).is_file():
             raise ValueError(f"{index.parent / shard} is missing, and {index.name} names it: copy it again.")
     return [index.parent / shard for shard in shards]

@@ -109,7 +109,7 @@ def encode(processor: Processor, sample: Sample) -> Encoded:
         moved = [(move(start), move(end)) for start, end in spans]
         labels = make_labels(inputs["input_ids"][0], inputs["offset_mapping"][0], moved)
         if (labels == IGNORED).all():
-            raise ValueError("messages: all labels are masked, so there is nothing to learn.")
+            raise ValueError("messages: all labels are masked, so nothing is learned. Leave the row out.")
     return _encoded(processor, sample.id, inputs, labels)
 
 

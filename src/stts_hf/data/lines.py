@@ -49,4 +49,4 @@ def parse(text: bytes, place: str) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"{place} is not UTF-8 ({error.reason}). Save the file as UTF-8.") from error
     except (ValueError, RecursionError) as error:  # nested too deeply, or a number of thousands of digits
-        raise ValueError(f"{place} is not JSON: {error}.") from error
+        raise ValueError(f"{place} is not JSON: {error}. Correct the line, or delete it.") from error

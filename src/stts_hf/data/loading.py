@@ -69,7 +69,7 @@ def _load(source: Any, split: str, media_root: Any, options: dict[str, Any]) -> 
         table, name, root = source, "row", media_root
     elif path.suffix in _FILES:
         if not path.is_file():
-            raise ValueError(f"There is no data file {str(path)!r}.")
+            raise ValueError(f"There is no data file {str(path)!r}. Correct the path.")
         root = media_root if media_root is not None else path.parent
         if path.suffix != ".parquet":
             return _load_json(path, root)
@@ -137,7 +137,7 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
                     f"{path}:{number}: {column} {rows[-1][column]!r} holds a lone surrogate. Write whole characters."
                 )
     if not rows:
-        raise ValueError(f"{str(path)!r} holds no rows.")
+        raise ValueError(f"{str(path)!r} holds no rows. Name another file.")
     names = list(dict.fromkeys(name for row in rows for name in row))
     columns = {name: [row.get(name) if name in _TEXTS else _dump(row.get(name)) for row in rows] for name in names}
     return datasets.Dataset.from_dict(columns, features=_json_features({}, names))

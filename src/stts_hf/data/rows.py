@@ -162,7 +162,7 @@ def _conversation(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> tupl
     answer = [] if own is None else [{"role": "assistant", "content": own.get("answer", _STAND_IN)}]
     if given is None:
         if own is None and row.get("answer") is None:
-            raise ValueError("answer is empty, so there is nothing to learn of the question.")
+            raise ValueError("answer is empty, so nothing is learned of the question. Fill it, or leave the row out.")
         asked = choice_messages(question, row.get("options"), row.get("answer") if own is None else None)
         return [*asked, *answer], 0
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
@@ -192,7 +192,7 @@ def _read_messages(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> lis
             raise ValueError(f"messages[{number}]: an answer cannot hold a video or image.")
         messages.append({"role": role, "content": parts})
     if not any(message["role"] == "assistant" for message in messages):
-        raise ValueError("messages: there is no assistant message, so nothing to learn.")
+        raise ValueError("messages: there is no assistant message to learn. Add one, or leave the row out.")
     return messages
 
 

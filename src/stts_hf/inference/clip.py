@@ -132,7 +132,7 @@ class Clip:
     ):
         check_vision_config(model.config.vision_config)
         if unknown := keep.keys() - {*KEEP_ARGUMENTS}:
-            raise TypeError(f"`Clip` takes no {', '.join(sorted(unknown))}.")
+            raise TypeError(f"`Clip` takes no {', '.join(sorted(unknown))}. Leave it out.")
         self.model, self.processor, self.rule = model, processor, take_rule(model.config, keep)
         self.pruning_ratio = self.rule.ratio
         self._lock, self._in_use = threading.RLock(), False

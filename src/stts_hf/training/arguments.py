@@ -179,9 +179,9 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
             parameter.requires_grad_(False)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"Nothing is left to train: `freeze` is {sorted(frozen)}, and no other part has a gradient.")
+        raise ValueError(f"`freeze` is {sorted(frozen)}, which leaves nothing to train. Take a part out of it.")
     if ADAPTER in (arguments.learning_rates or {}) and not any(map(is_adapter, trained)):
-        raise ValueError(f"`learning_rates` names {ADAPTER!r}, but the model has no LoRA weights that are trained.")
+        raise ValueError(f"`learning_rates` names {ADAPTER!r}, but no LoRA is trained. Add one, or leave it out.")
     config, vision = model.config, model.config.vision_config
     learns_answers = config.scorer_target == "answers"
     if learns_answers and not SELECTORS[vision.selector].is_learned:

@@ -250,7 +250,7 @@ def adapt(run: TrainingSetup, model: PreTrainedModel) -> PreTrainedModel:
         last_names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
         for name in settings.lora_modules_to_save or ():  # PEFT ignores unknown ones
             if name.rpartition(".")[2] not in last_names:
-                raise run.config.error("lora_modules_to_save", f"names {name!r}, but the model has no such module.")
+                raise run.config.error("lora_modules_to_save", f"names {name!r}, no module of the model: take it out.")
         lora = LoraConfig(
             r=settings.lora_r,
             lora_alpha=settings.lora_alpha,

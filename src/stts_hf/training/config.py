@@ -128,7 +128,7 @@ class DataArguments:
             raise ValueError("`max_length` is for unpacked rows. With `pack_to`, that is the limit; leave it out.")
         limit = self.pack_to or self.max_length
         if self.pad_to is not None and limit is not None and limit > self.pad_to:
-            raise ValueError(f"`pad_to` is {self.pad_to}, less than the {limit} tokens that a row may have.")
+            raise ValueError(f"`pad_to` is {self.pad_to}, but a row may have {limit} tokens. Raise it to that.")
 
 
 @dataclass
@@ -158,7 +158,7 @@ class TrainConfig:
             if name in AT_LEAST_ONE and value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}, but must be at least 1.")
         if self.training.eval_strategy != "no" and not self.data.eval_data:
-            raise ValueError(f"`eval_strategy` is {self.given['eval_strategy']!r}, but `eval_data` names no rows.")
+            raise ValueError(f"`eval_strategy` is {self.given['eval_strategy']!r}, but `eval_data` is empty: set it.")
 
     def error(self, name: str, problem: object) -> ConfigError:
         """A `ConfigError` about a setting."""
@@ -228,7 +228,7 @@ def words_of(file: Path) -> list[str]:
         raise ConfigError("must hold settings, such as `model_name_or_path: ...`.")
     names = [key.value for key, _ in root.value]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise ConfigError(f"`{twice[0]}` is given twice.")
+        raise ConfigError(f"`{twice[0]}` is given twice. Delete one.")
     for name, (_, node) in zip(names, root.value, strict=True):
         if isinstance(node, yaml.MappingNode):
             words.append(f"--{name}={json.dumps(loader.construct_object(node, deep=True))}")

@@ -106,7 +106,7 @@ def test_metadata_that_a_card_lacks_is_filled_in(folder):
 
 def test_metadata_that_is_no_yaml_is_refused(folder):
     (folder / "README.md").write_text("---\ntags: [a\n---\n# Mine\n")
-    with pytest.raises(ValueError, match="Invalid metadata"):
+    with pytest.raises(ValueError, match="metadata that the Hub refuses"):
         checkpoint_card(folder, repo_id="user/name")
 
 

@@ -223,7 +223,7 @@ def test_chunks_of_several_files_are_joined(tmp_path):
 
 def test_missing_chunk_is_noticed(tmp_path):
     write_sharded(tmp_path, {(0, 0): torch.ones(2, 3)}, size=(5, 3))
-    with pytest.raises(ValueError, match="do not add up"):
+    with pytest.raises(ValueError, match="but not all of"):
         read_weight(tmp_path)
 
 

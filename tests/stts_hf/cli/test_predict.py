@@ -120,7 +120,7 @@ def test_a_threshold_a_budget_and_rows_with_their_own(run):
         (["--pruning-ratio", "0.5", "--score-threshold", "0.1"], "leave out one"),
         (["--score-threshold", "7"], "lie in"),
         (["--score-threshold", "0.1", "--selector", "random"], "not comparable between videos"),
-        (["--min-pruning-ratio", "0.5"], "need a `score_threshold`"),
+        (["--min-pruning-ratio", "0.5"], "pass a `score_threshold` too"),
         (["--score-threshold", "0.1", "--min-pruning-ratio", "0.5", "--max-pruning-ratio", "0.2"], "must be at most"),
         (["--score-threshold", "0.1", "--test-time-scaling"], "needs a pruning_ratio, or a score_threshold and the"),
         (["--video-token-budget", "0"], "must be at least 1"),

@@ -266,7 +266,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(data, tmp_path, capsys):
 
 REFUSED = {
     "--use_peft --lora_modules_to_save=skorer": "`lora_modules_to_save` names 'skorer'",
-    "--freeze language_model vision_tower connector scorer": "Nothing is left to train",
+    "--freeze language_model vision_tower connector scorer": "which leaves nothing to train",
     "--train_data=nowhere.jsonl": "`train_data` cannot be loaded: There is no data file",
     "--model_name_or_path=/nowhere/model": "`model_name_or_path` '/nowhere/model'",
     "--per_device_train_batch_size=4 --dataloader_drop_last=true": "`dataloader_drop_last` leaves nothing of 3 rows",

@@ -63,7 +63,7 @@ def test_freezing_what_peft_trains_is_refused(tmp_path, part, options):
 
 
 def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="names 'adapter', but the model has no LoRA weights"):
+    with pytest.raises(ValueError, match="names 'adapter', but no LoRA is trained"):
         trainer(tmp_path, learning_rates={"adapter": 1e-4}).train()
 
 
