@@ -3,6 +3,8 @@
 docs/how_it_works.svg is drawn by hand.
 """
 
+import io
+import itertools
 import shutil
 import sys
 import tempfile
@@ -14,11 +16,15 @@ from typing import Any
 from PIL import Image
 
 from stts_hf.cli.main import main as stts_hf
-from stts_hf.visualize.sample_clip import write_sample_clip
+from stts_hf.visualize.clip_files import write_video
+from stts_hf.visualize.sample_clip import sample_frames, write_sample_clip
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS, TINY = REPOSITORY / "docs", REPOSITORY / "hub_configs" / "stts-tiny"
-QUESTION = "Which way does the red ring move?"
+QUESTION, FLASH = "Which way does the red ring move?", "Which letter flashes up?"
+# Height, width, and what brightness is divided by.
+CLIPS = {"landscape": (270, 480, 1), "portrait": (480, 270, 1), "dark": (360, 360, 3)}
+WIDTHS, SCHEMES, MOST = (1280, 390), ("light", "dark"), 2600  # MOST: pixels of a page's height
 
 
 @contextmanager
@@ -47,6 +53,63 @@ def shoot(shown: Any, name: str, height: int | None = None) -> None:
     print(DOCS / name)
 
 
+def shoot_views(shown: Any, name: str) -> None:
+    """Writes what a page shows in a window and on a phone, light and dark, side by side, at half the size."""
+    views = []
+    for scheme, width in itertools.product(SCHEMES, WIDTHS):
+        height = 2000 if name.startswith("report") else 844  # pictures out of sight are not drawn
+        shown.set_viewport_size({"width": width, "height": height})
+        shown.emulate_media(color_scheme=scheme)
+        shown.wait_for_timeout(1000)
+        with Image.open(io.BytesIO(shown.screenshot(full_page=True))) as picture:
+            part = picture.convert("RGB").crop((0, 0, picture.width, min(MOST, picture.height)))
+            views.append(part.resize((part.width // 2, part.height // 2), Image.Resampling.LANCZOS))
+    whole = Image.new("RGB", (sum(view.width + 8 for view in views) - 8, max(view.height for view in views)), "#808080")
+    for place, view in enumerate(views):
+        whole.paste(view, (sum(before.width + 8 for before in views[:place]), 0))
+    (DOCS / "states").mkdir(exist_ok=True)
+    whole.save(DOCS / "states" / f"{name}.webp", quality=50, method=6)
+    print(DOCS / "states" / f"{name}.webp")
+
+
+def shoot_states(shown: Any, folder: str) -> None:
+    """Every state of demo, report and explanation, with a landscape, a portrait and a dark clip."""
+    checkpoint = ["--checkpoint", str(TINY), "--max-new-tokens", "12"]
+    clips = {}
+    for kind, (height, width, divisor) in CLIPS.items():
+        frames = sample_frames((number / 8 for number in range(31)), 3.875, height, width)
+        clips[kind] = Path(folder, f"{kind}.mp4")
+        write_video(clips[kind], (frame // divisor for frame in frames), 8, b=str(8 * height * width))
+    for kind, clip in clips.items():
+        seen = ["--pruning-ratio", "0.7", "--question", QUESTION, "--output", f"{folder}/{kind}"]
+        assert stts_hf(["visualize", str(clip), *checkpoint, *seen]) == 0
+        shown.goto(f"file://{folder}/{kind}/report.html")
+        shoot_views(shown, f"report-{kind}")
+        lost = ["--selector", "random", "--pruning-ratio", "0.9", "--output", f"{folder}/{kind}.html"]
+        assert stts_hf(["explain", str(clip), FLASH, *checkpoint, *lost]) == 0
+        shown.goto(f"file://{folder}/{kind}.html")
+        shoot_views(shown, f"explain-{kind}")
+    with demo() as url:
+        shown.goto(url)
+        shoot_views(shown, "demo-start")
+        shown.fill("#box textarea", FLASH)
+        shown.press("#box textarea", "Enter")
+        shown.wait_for_selector(".toast-body")
+        shoot_views(shown, "demo-error")
+        for kind, clip in clips.items():
+            shown.goto(url)
+            shown.set_input_files("#clip input[type=file]", str(clip))
+            shown.wait_for_selector("#clip video")
+            for question in (QUESTION, FLASH):
+                shown.fill("#box textarea", question)
+                shown.press("#box textarea", "Enter")
+                shown.wait_for_function(
+                    "words => document.querySelector('#code')?.innerText.includes(words)", arg=question
+                )
+                shown.wait_for_selector("#seen video")
+            shoot_views(shown, f"demo-{kind}")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder, browser() as shown:
         clip, checkpoint = Path(folder, "clip.mp4"), ["--checkpoint", str(TINY)]
@@ -59,20 +122,29 @@ def main() -> None:
         shown.set_viewport_size({"width": 1280, "height": 2000})  # pictures out of sight are not drawn
         shoot(shown, "visualize.jpg")
         lost = ["--selector", "random", "--pruning-ratio", "0.9", "--output", f"{folder}/why.html"]
-        assert stts_hf(["explain", str(clip), "Which letter flashes up?", *checkpoint, *lost]) == 0
+        assert stts_hf(["explain", str(clip), FLASH, *checkpoint, *lost]) == 0
         shown.goto(f"file://{folder}/why.html")
         shoot(shown, "explain.jpg")
-        shoot_demo(shown)
+        with demo() as url:
+            shoot_demo(shown, url)
+        shoot_states(shown, folder)
 
 
-def shoot_demo(shown: Any) -> None:
-    """The demo after a question at half the tokens, and the same with nothing dropped."""
+@contextmanager
+def demo() -> Iterator[str]:
+    """The address of a demo of stts-tiny."""
     import stts_hf as package
     from stts_hf.demo.held_clips import Limits
     from stts_hf.demo.serving import build, serve
 
     page = build(package.load(TINY), limits=Limits(new_tokens=12), about="stts-tiny on cpu")
     _, url, _ = serve(page, server_name="127.0.0.1", prevent_thread_lock=True, quiet=True)
+    yield url
+    page.blocks.close()
+
+
+def shoot_demo(shown: Any, url: str) -> None:
+    """The demo after a question at half the tokens, and the same with nothing dropped."""
     shown.set_viewport_size({"width": 1280, "height": 900})
     shown.goto(url)
     shown.click("#sample")
@@ -81,7 +153,6 @@ def shoot_demo(shown: Any) -> None:
     shown.click("#compare")
     shown.wait_for_function("!document.querySelector('#numbers').innerText.includes('not measured yet')")
     shoot(shown, "demo.png")
-    page.blocks.close()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prints what came of each kind of file, with the worst seconds and memory; docs/reliability.md has the sums.
+"""Prints what came of each kind of file, with the worst seconds and memory; docs/study/reliability.md has the sums.
 
 OMP_NUM_THREADS=1 python -m tests.corpus.report
 """

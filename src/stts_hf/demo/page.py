@@ -137,7 +137,7 @@ def table(runs: Iterable[Progress]) -> str:
     lines = []
     for rule, selector in sorted(tokens, key=lambda key: (2 if key[0].ratio is None else key[0].ratio, key[1])):
         row = times[rule, selector]
-        cells = [tokens[rule, selector], *(f"{spread(row[name], 2)} s" if name in row else "-" for name in TIMES)]
+        cells = [tokens[rule, selector], *(f"{spread(row[name], 2)}\u00a0s" if name in row else "-" for name in TIMES)]
         head = f"<tr><th>{html.escape(_dropped(rule, selector))}</th>"
         lines.append(head + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     if not any(rule.ratio == 0 for rule, _ in tokens):

@@ -58,12 +58,12 @@ def rows_of(table: str) -> dict[str, list[str]]:
 def test_the_table_has_a_row_for_each_way_of_watching_and_says_what_was_not_measured():
     assert rows_of(page.table([FIRST])) == {
         "nothing dropped": ["not measured yet"],
-        "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "-"],
+        "50% dropped, cosine to the previous frame": ["6", "1.50\u00a0s", "2.00\u00a0s", "-"],
     }
     later = dataclasses.replace(AGAIN, first_word=0.3)
     assert rows_of(page.table([FIRST, AGAIN, UNPRUNED, later])) == {
-        "nothing dropped": ["6", "2.50 s", "3.00 s", "-"],
-        "50% dropped, cosine to the previous frame": ["6", "1.50 s", "2.00 s", "0.20 (0.10-0.30) s"],
+        "nothing dropped": ["6", "2.50\u00a0s", "3.00\u00a0s", "-"],
+        "50% dropped, cosine to the previous frame": ["6", "1.50\u00a0s", "2.00\u00a0s", "0.20 (0.10-0.30)\u00a0s"],
     }
     assert next(iter(rows_of(page.table([FIRST, UNPRUNED])))) == "nothing dropped"
     assert page.table([]) == ""
