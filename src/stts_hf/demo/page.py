@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from .held_clips import Progress
 
 # A frame before and after pruning: `x, y` of blocks that stay, of 4 x 4.
 KEPT_IN_DRAWING = ((1, 1), (2, 1), (1, 2), (3, 3))
-TIMES = ("watching", "first", "again")  # in the order of the table's columns
 HEIGHT = 48  # of the timeline, in units of its drawing
 WATCHING, STOPPED = '<span class="origin">Reading the video …</span>', '<span class="origin">Stopped.</span>'
 
@@ -124,20 +124,18 @@ def origin(progress: Progress) -> str:
 def table(runs: Iterable[Progress]) -> str:
     """A table with a row for each rule and selector: kept tokens, and times of first questions and of those held."""
     tokens: dict[tuple[KeepRule, str], str] = {}
-    times: dict[tuple[KeepRule, str], dict[str, list[float]]] = {}
+    times = defaultdict[Any, list[float]](list)  # by rule, selector and column
     for run in runs:
         key = (run.rule, "" if run.rule.ratio == 0 else run.selector)
-        tokens[key], row = f"{run.seen.video_tokens_kept:,}", times.setdefault(key, {})
-        if run.first_word is not None:
-            row.setdefault("again" if run.held else "first", []).append(run.first_word)
-        if not run.held:
-            row.setdefault("watching", []).append(run.watching)
+        tokens[key] = f"{run.seen.video_tokens_kept:,}"
+        times[*key, "again" if run.held else "first"] += [] if run.first_word is None else [run.first_word]
+        times[*key, "watching"] += [] if run.held else [run.watching]
     if not tokens:
         return ""
     lines = []
     for rule, selector in sorted(tokens, key=lambda key: (2 if key[0].ratio is None else key[0].ratio, key[1])):
-        row = times[rule, selector]
-        cells = [tokens[rule, selector], *(f"{spread(row[name], 2)}\u00a0s" if name in row else "-" for name in TIMES)]
+        found = [times[rule, selector, name] for name in ("watching", "first", "again")]
+        cells = [tokens[rule, selector], *(f"{spread(some, 2)}\u00a0s" if some else "-" for some in found)]
         head = f"<tr><th>{html.escape(_dropped(rule, selector))}</th>"
         lines.append(head + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
     if not any(rule.ratio == 0 for rule, _ in tokens):

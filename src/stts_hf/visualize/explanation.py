@@ -96,14 +96,9 @@ def outline(picture: Image.Image, blocks: Sequence[int], grid: tuple[int, int]) 
     """Draws a border around blocks of a frame, numbered row by row."""
     draw, (rows, columns) = ImageDraw.Draw(picture), grid
     for block in blocks:
-        (row, column), (width, height) = divmod(block, columns), picture.size
-        box = (
-            column * width / columns,
-            row * height / rows,
-            (column + 1) * width / columns - 1,
-            (row + 1) * height / rows - 1,
-        )
-        draw.rectangle(box, outline=TURNS, width=max(2, width // 90))
+        (row, column), (width, height) = divmod(block, columns), (picture.width / columns, picture.height / rows)
+        box = (column * width, row * height, (column + 1) * width - 1, (row + 1) * height - 1)
+        draw.rectangle(box, outline=TURNS, width=max(2, picture.width // 90))
     return picture
 
 

@@ -55,13 +55,9 @@ class Results:
                 self.before[video] = self.look_at(video)
 
     def look_at(self, video: str) -> Answer:
-        """What the model keeps of a video as it stands."""
+        """What the model keeps of a video as it stands. Each training step puts it back into training mode."""
         model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        was_training = model.training
-        try:
-            return Clip(model.eval(), self.trainer.processing_class, video).seen  # type: ignore[arg-type]
-        finally:
-            model.train(was_training)
+        return Clip(model.eval(), self.trainer.processing_class, video).seen  # type: ignore[arg-type]
 
     def draw(self, path: Path) -> None:
         """Writes the picture."""
@@ -97,17 +93,14 @@ def curves(history: Sequence[Mapping[str, Any]], vocabulary: int) -> Figure:
     logged = {name for log in history for name in log}
     panels = [[kind + name for name in panel for kind in ("", "eval_") if kind + name in logged] for panel in PANELS]
     panels = [panel for panel in panels if panel] or [[]]
-    figure, values = Figure(figsize=(12, 3.4), layout="constrained"), dict[str, list[float]]()
+    figure, values = Figure(figsize=(12, 3.4), layout="constrained"), dict[str, Sequence[float]]()
     for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         for name in panel:
-            values[name] = [log[name] for log in history if name in log]
-            steps = [log["step"] for log in history if name in log]
+            steps, values[name] = zip(*((log["step"], log[name]) for log in history if name in log), strict=True)
             axes.plot(steps, values[name], marker=".", label=name.replace("_", " "))
         if "task_loss" in panel:
             axes.axhline(math.log(vocabulary), color="#999999", linestyle=":", label="uniform guess")
-        if "kept_share" in panel:
-            axes.set_ylim(0, 1)
-        axes.set_xlabel("step")
+        axes.set(xlabel="step", ylim=(0, 1) if "kept_share" in panel else None)
         axes.legend(fontsize=8)
     figure.supxlabel("\n".join(meanings(values, vocabulary)), fontsize=8, x=0.01, ha="left")
     return figure
