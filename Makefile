@@ -98,7 +98,7 @@ test-transformers: $(VENV)/.installed-dev
 pictures: $(VENV)/.installed-dev
 	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m examples.pictures
 
-# All that a GPU is for, in parts under nine minutes each; docs/gpu.md says what. What has a result is not done again.
+# All that a GPU is for, in parts under nine minutes each; docs/benchmarks/on_a_gpu.md says what. What has a result is not done again.
 # INSTALL=0 takes .venv, or else PYTHON, as it is. DEVICE=cpu SIZE=tiny runs all but the kernels, in two minutes.
 DEVICE ?= auto
 SIZE ?= full

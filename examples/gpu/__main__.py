@@ -1,5 +1,6 @@
 """
-What a GPU is for, in one command; `make gpu` calls it from the root of a checkout. docs/gpu.md says what it measures.
+What a GPU is for, in one command; `make gpu` calls it from the root of a checkout. docs/benchmarks/on_a_gpu.md says
+what it measures.
 
     python -m examples.gpu --device cuda --hours 0.5
     python -m examples.gpu --device cpu --size tiny

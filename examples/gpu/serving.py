@@ -108,7 +108,7 @@ def main() -> None:
     arguments = parse(__doc__)
     python, started = python_with_vllm(), time.monotonic()
     if python is None:
-        raise ModuleNotFoundError("vllm is not installed: docs/gpu.md says how")
+        raise ModuleNotFoundError("vllm is not installed: docs/benchmarks/on_a_gpu.md says how")
     os.environ["PYTHONPATH"] = os.pathsep.join(["src", "."])
     result: dict[str, Any] = {**describe("Qwen3-VL in vLLM", arguments.device), "finished": False}
     result["parity"] = check_parity(python, arguments.seconds / 2)
