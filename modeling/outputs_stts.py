@@ -60,6 +60,10 @@ class PruningHead(STTSGeneration):
             cls.register_for_auto_class("AutoModel")
             keep_weight_names(cls.native, cls)
             keep_weight_names(cls.backbone.native, cls.backbone)
+            if cls.router_loss is not None:  # transformers looks for a decorator in the text of a class's module
+                ours: Any
+                for ours in (cls, cls.backbone, cls.backbone.tower):
+                    ours._can_set_experts_implementation_cached_value = True  # noqa: SLF001
         cls.named_arguments = frozenset(inspect.signature(cls.forward).parameters)
 
     def __init__(self, config: Any):

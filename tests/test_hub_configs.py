@@ -16,7 +16,7 @@ from stts_hf.checkpoints.families import OWN, family_of_checkpoint
 
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
-QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-tiny"]
+QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-30b-a3b", "stts-qwen3-vl-tiny"]
 ALL = [
     *PRESETS,
     *QWEN3_VL,
@@ -77,6 +77,7 @@ def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset)
         ("stts-qwen3-vl-2b", 7.9, 1.72e9),
         ("stts-qwen3-vl-4b", 16.5, 4.02e9),
         ("stts-qwen3-vl-8b", 32.7, 7.57e9),
+        ("stts-qwen3-vl-30b-a3b", 115.7, 30.22e9),  # as released 31.1 billion; the text model is Qwen3-30B-A3B
     ],
 )
 def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, preset, gibibytes, text):

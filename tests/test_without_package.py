@@ -14,7 +14,7 @@ FROM_FILE = {
     "qwen3_vl": False,
     "qwen2_5_vl": False,
 }  # native processors read files with torchcodec alone
-PRESETS = ["molmo2-4b", "molmo2-8b", "molmo2-o-7b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b"]
+PRESETS = ["molmo2-4b", "molmo2-8b", "molmo2-o-7b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"]
 
 
 def answer(folder, clip, auto_class, saved=None, **options):

@@ -5,6 +5,7 @@ Claims of the documentation, measured again from a checkout; each prints a page 
     OMP_NUM_THREADS=1 python -m examples.benchmarks ask --repeats 2 --output docs/benchmarks/ask    # 5 min
     python -m examples.benchmarks training-free --repeats 2 --output docs/benchmarks/training-free          # 7 min
     OMP_NUM_THREADS=1 python -m examples.benchmarks budget --output docs/benchmarks/budget          # 10 min
+    OMP_NUM_THREADS=1 python -m examples.benchmarks shortened --output docs/benchmarks/shortened    # 5 min
 """
 
 import argparse
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from stts_hf.benchmark.measure import measure_cells
-from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.presets import PRESETS, Workload
 from stts_hf.benchmark.report import check_folder, markdown, write_result
 from stts_hf.cli.bench import command_line
 from stts_hf.cli.options import count
@@ -24,6 +25,7 @@ from stts_hf.cli.options import count
 from .asking import measure_questions
 from .budget import measure_mixture
 from .reading import measure_clip
+from .shortened import measure_shortened
 from .training_free import measure_methods
 
 CLIPS = (3600.0, 32.0)  # seconds
@@ -42,6 +44,9 @@ def cells(name: str, repeats: int, layers: list[int] | None) -> Iterator[dict[st
     if name == "training-free":
         yield from measure_methods(torch.device("cpu"), repeats, layers)
         return
+    if name == "shortened":
+        yield from (measure_shortened(workload, repeats) for workload in PRESETS["qwen-more-small"].workloads)
+        return
     if name == "budget":
         yield from (measure_mixture(workload, repeats) for workload in MIXED)
         return
@@ -53,10 +58,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measures what the documentation claims.")
     parser.add_argument(
         "name",
-        choices=("decode", "ask", "training-free", "budget"),
+        choices=("decode", "ask", "training-free", "budget", "shortened"),
         help="decode: 64 frames of a file, beside transformers' PyAV reader; ask: ten questions about one video; "
         "training-free: cosine, EVS and random, in cost and in what they keep of what moves; "
-        "budget: still and busy videos by one threshold, beside one ratio",
+        "budget: still and busy videos by one threshold, beside one ratio; "
+        "shortened: Qwen3.5 and a mixture of experts, beside stock on the tokens that are left",
     )
     parser.add_argument("--pruning-layers", nargs="+", type=int, metavar="L", help="training-free: layers to compare")
     parser.add_argument("--repeats", type=count, default=3, metavar="N", help="timed rounds (default: 3)")

@@ -10,6 +10,7 @@ from stts_hf import STTSQwen3VLConfig, STTSQwen3VLMoeConfig
 from tests import tiny_qwen3_vl
 from tests.backbones import HYBRID_MIXTURES, MIXTURES, Clip, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE, as_float64, assert_gradients_equal, gradients, kept_of_row, logits_of_row
+from tests.modeling.test_no_waiting import Recorder
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Picture(), 3, Clip(2), 9], [6]]
 ROUTED = {"output_router_logits": True}
@@ -73,6 +74,17 @@ def test_a_call_adds_its_share_of_a_steps_router_loss(backbone, any_model):
     whole, third = (any_model(**inputs, **ROUTED, num_items_in_batch=n * num_labels) for n in (1, 3))
     torch.testing.assert_close(whole.loss, 3 * third.loss)
     torch.testing.assert_close(whole.aux_loss, third.aux_loss)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_run_as_the_caller_says_as_in_stock_models(backbone, tmp_path, implementation):
+    model = backbone.model()
+    model.save_pretrained(tmp_path)
+    loaded: Any = type(model).from_pretrained(tmp_path, experts_implementation=implementation)
+    with Recorder() as recorder:
+        loaded(**backbone.batch(ROWS, "left"))
+    assert ("aten._grouped_mm" in recorder.seen) == (implementation == "grouped_mm")
+    assert loaded.config.text_config._experts_implementation == implementation
 
 
 def test_dense_models_and_mixtures_refuse_each_others_checkpoints(tmp_path):

@@ -10,7 +10,9 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 
 from stts_hf.benchmark.presets import Workload
 from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
+from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 
 START = 3  # text tokens before the video
@@ -37,15 +39,21 @@ def _molmo2(
 
 
 def _qwen3_vl(
-    vision: Sequence[int], pruning_layer: int, deepstack_layers: Sequence[int], text: dict[str, Any]
-) -> STTSQwen3VLConfig:
-    """vision: width, layers, heads."""
+    vision: Sequence[int],
+    pruning_layer: int,
+    deepstack_layers: Sequence[int],
+    text: dict[str, Any],
+    build: Callable[..., Any] = STTSQwen3VLConfig,
+) -> Any:
+    """vision: width, layers, heads. build: the configuration's class; Qwen3.5's rotates a quarter of a head."""
     width, layers, heads = vision
-    half = text["head_dim"] // 2
+    rotated = 0.25 if build is STTSQwen3_5Config else 1.0
+    half = int(rotated * text["head_dim"]) // 2
     sections = [half - 2 * (5 * half // 16), *[5 * half // 16] * 2]  # as (24, 20, 20) of 64
     rope = {**text["rope_parameters"], "mrope_section": sections, "mrope_interleaved": True}
+    rope |= {} if rotated == 1 else {"partial_rotary_factor": rotated}
     last = text["vocab_size"] - 1  # special tokens end the text vocabulary
-    return STTSQwen3VLConfig(
+    return build(
         vision_config={
             "hidden_size": width,
             "intermediate_size": 4 * width,
@@ -82,6 +90,10 @@ class Geometry:
 _SO400M = ((1152, 4304, 25, 16, 72), 3, (24, 18))  # Molmo2 uses 25 of the original configuration's 27 layers
 _QWEN_4B = ((1024, 24, 16), 3, (5, 11, 17))
 _TEXT_4B = _text((2560, 9728, 36, 32, 8), 151936)
+_QWEN_SMALL = ((128, 6, 2), 0, (1, 2, 4))
+# A quarter of the width and experts of Qwen3-VL-30B-A3B, of which as many are used; a quarter of Qwen3.5-4B's width.
+_TEXT_MOE = _text((512, 1536, 4, 8, 1)) | {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
+_TEXT_3_5 = _text((640, 2304, 4, 8, 2)) | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 _NO_TEXT = (96, 2, 4, 2)  # of a text model as small as it can be, where only the tower is measured
 # Smaller towers keep the share of dense layers: 2 of 13, or 1 of 6, are nearly 4 of 25. Qwen3-VL-4B has 364 blocks per
 # tubelet of 720p in 64 frames under the processor's pixel budget, 91 in 256 frames.
@@ -97,7 +109,9 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3-vl-4b": Geometry((14, 26), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
     "qwen3-vl-4b-low": Geometry((7, 13), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
     "qwen3-vl-small": Geometry((8, 14), _qwen3_vl, (256, 12, 4), 1, (2, 5, 8), _text((1024, 3891, 8, 16, 4))),
-    "qwen3-vl-small-long": Geometry((8, 14), _qwen3_vl, (128, 6, 2), 0, (1, 2, 4), _text((640, 2432, 3, 4, 1))),
+    "qwen3-vl-small-long": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _text((640, 2432, 3, 4, 1))),
+    "qwen3-vl-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _TEXT_MOE, STTSQwen3VLMoeConfig),
+    "qwen3-5-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5, STTSQwen3_5Config),
 }
 
 

@@ -3,10 +3,11 @@
 import contextlib
 import functools
 import itertools
+import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import psutil
@@ -60,13 +61,19 @@ def attention_flops(operator: Any) -> Callable[..., int]:
     return count
 
 
-# torch 2.14 has no formula for the CPU's kernel, and no version leaves out the pairs that causal kernels skip.
-ATTENTION = {
+def grouped_flops(rows: Sequence[int], matrices: Sequence[int], *_: Any, **options: Any) -> int:
+    """FLOPs of products of experts, forward or backward: each row, or column, meets one expert."""
+    return 2 * math.prod(rows) * matrices[-1]
+
+
+# torch 2.14 has no formula for the CPU's kernel and for experts, and no version leaves out the pairs that causal
+# kernels skip.
+FORMULAS = {
     operator: attention_flops(operator)
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward")
     for operator in (getattr(torch.ops.aten, name),)
-}
+} | {torch.ops.aten._grouped_mm: grouped_flops}  # noqa: SLF001
 
 
 class FlopClock(Clock):
@@ -74,7 +81,7 @@ class FlopClock(Clock):
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
-        self.counter = FlopCounterMode(display=False, custom_mapping=ATTENTION)
+        self.counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
 
     def read(self) -> int:
         return self.counter.get_total_flops()

@@ -131,6 +131,12 @@ PRESETS = {
             prompt_and_training(_QWEN_SMALL),
         ),
         Preset(
+            "qwen-more-small",
+            "Qwen3-VL-30B-A3B and Qwen3.5-4B scaled down: prompt. On a CPU, Qwen3.5's recurrence is a Python loop",
+            "2 min, 2 GB on 2 CPU cores",
+            tuple(replace(_QWEN_SMALL, geometry=name, frames=32) for name in ("qwen3-vl-moe-small", "qwen3-5-small")),
+        ),
+        Preset(
             "scaling",
             "cost per frame from 1 to 1024 frames: the narrow tower on a CPU, So400M on a GPU",
             "13 min, 14 GB on 2 CPU cores",

@@ -1,0 +1,1 @@
+../../modeling/modeling_stts_qwen3_vl_moe.py
