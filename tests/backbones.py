@@ -150,6 +150,7 @@ HYBRIDS = [replace(qwen_vl("qwen3_5", tiny_qwen3_5, naive_qwen3_vl), **_STATES)]
 HYBRID_MIXTURES = [replace(qwen_vl("qwen3_5_moe", tiny_qwen3_5_moe, naive_qwen3_vl), **_STATES)]
 _SLOW = [pytest.param(backbone, marks=pytest.mark.slow) for backbone in MIXTURES]
 EVERY = [*BACKBONES, *_SLOW]
+LATER = [pytest.param(some, marks=pytest.mark.slow) for some in (*MIXTURES, *HYBRIDS, *HYBRID_MIXTURES)]
 # For tests of positions and caches: Molmo2 may close gaps in positions.
 with_compact = pytest.mark.parametrize(
     "backbone", [*EVERY, molmo2("compact")], ids=lambda backbone: backbone.name, indirect=True

@@ -10,19 +10,7 @@ from transformers import GenerationConfig
 
 from stts_hf.modeling.budget_stts import KeepRule
 from stts_hf.modeling.plan_stts import TowerCache
-from tests.backbones import (
-    DAILY,
-    HYBRID_MIXTURES,
-    HYBRIDS,
-    MIXTURES,
-    Backbone,
-    Clip,
-    Inputs,
-    Picture,
-    Rows,
-    longer,
-    prompt,
-)
+from tests.backbones import DAILY, LATER, Backbone, Clip, Inputs, Picture, Rows, longer, prompt
 from tests.modeling.reference import (
     CLOSE,
     assert_gradients_equal,
@@ -39,7 +27,6 @@ MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3, Picture(), 3], [7]
 ADJACENT: Rows = [[2, Clip(1), Clip(3), 4], [3, Clip(1), 4]]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "eos_token_id": None, "pad_token_id": 0}
 SELECTORS = ("scorer", "cosine")
-LATER = [pytest.param(some, marks=pytest.mark.slow) for some in (*MIXTURES, *HYBRIDS, *HYBRID_MIXTURES)]
 
 
 def level(model: Any, inputs: Inputs, share: float) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import LogitsProcessor
 
-from tests.backbones import BACKBONES, Backbone, Clip, Inputs, Picture, Rows, prompt
+from tests.backbones import BACKBONES, HYBRIDS, Backbone, Clip, Inputs, Picture, Rows, prompt
 from tests.conftest import REPOSITORY
 from tests.modeling.reference import gradients
 from tests.version_marks import since_transformers_5_23
@@ -20,7 +20,10 @@ MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3]]
 DTYPES = [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=BACKBONES, ids=lambda backbone: backbone.name)
+STATES = [pytest.param(backbone, marks=pytest.mark.slow) for backbone in HYBRIDS]
+
+
+@pytest.fixture(scope="module", params=[*BACKBONES, *STATES], ids=lambda backbone: backbone.name)
 def backbone(request) -> Backbone:
     """Without mixtures of experts, where rounding sends a token to another expert, in stock as in ours."""
     return request.param
@@ -189,6 +192,8 @@ def test_cached_steps_in_half_precision_lose_no_more_than_stock_does(backbone, d
 def test_packed_rows_in_half_precision_lose_no_more_than_rows_of_their_own(backbone, dtype):
     """0.99 to 1.04 of the error was measured."""
     model, inputs = backbone.model(selector="random"), prompt(backbone.pack(ROWS))
+    if model.model.refuses_packed_rows:
+        pytest.skip(f"{backbone.name} refuses packed rows")
     rows = prompt(backbone.batch(ROWS, "right"))
     for ratio in (0.0, 0.5, 0.9):
         allowed = 1.2 * error(model, rows, dtype, pruning_ratio=ratio)
@@ -205,7 +210,10 @@ def test_extreme_scores_stay_finite(backbone, bias, dtype):
         layer.weight.mul_(0.0 if bias else 1e4)
     outputs = model(**cast(backbone.batch(ROWS, "left"), dtype), pruning_ratio=0.5)
     scores = torch.cat([one.flatten() for one in outputs.token_scores])
-    assert set(scores.tolist()) == ({0.0, 1.0} if not bias else {float(bias > 0)})
+    extremes = torch.tensor([0.0, 1.0] if not bias else [float(bias > 0)])
+    nearest = (scores.float()[:, None] - extremes).abs()
+    assert nearest.min(1).values.max() < 1e-6
+    assert nearest.min(0).values.max() < 1e-6
     assert all(int((~mask).sum()) == mask.numel() // 2 for mask in outputs.keep_mask)
     assert outputs.logits.isfinite().all()
     assert outputs.loss.isfinite()

@@ -1,4 +1,13 @@
 """The fixtures of all backbones."""
 
+from typing import Any
+
+import pytest
+
+from tests.backbones import BACKBONES, LATER
 from tests.modeling.conftest import any_model as any_model
-from tests.modeling.conftest import backbone as backbone
+
+
+@pytest.fixture(scope="module", params=[*BACKBONES, *LATER], ids=lambda backbone: backbone.name)
+def backbone(request) -> Any:
+    return request.param

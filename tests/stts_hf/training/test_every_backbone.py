@@ -110,6 +110,7 @@ def test_packed_rows_of_a_recurrent_text_model_are_refused_before_data_and_weigh
         STTSTrainer(tiny.model(), STTSTrainingArguments(output_dir=str(tmp_path)), train_dataset=packed)
 
 
+@pytest.mark.parametrize("checkpoint", EVERY, indirect=True)
 def test_a_new_scorer_alone_learns_from_an_unpruned_stock_model(checkpoint, data, tmp_path):
     """The checkpoint's own weights, under the stock model's type."""
     stock = tmp_path / "stock"

@@ -8,7 +8,7 @@ import torch
 
 from stts_hf.model_parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
 from stts_hf.training.scorer_alone import StateCache, score_videos
-from tests.backbones import BACKBONES, Clip
+from tests.backbones import BACKBONES, LATER, Clip
 from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.stts_hf.training.runs import BESIDE, KeepGradients, Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, tiny_config, tiny_model
@@ -35,7 +35,7 @@ def modules_that_give(model: Any) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("backbone", [*BACKBONES, *LATER], ids=lambda backbone: backbone.name)
 def test_loss_and_gradients_are_those_of_the_whole_model(backbone):
     model = backbone.model(pruning_ratio=0.5).train()
     inputs = backbone.batch([[3, Clip(3), 4], [2, Clip(4), 3]], "left")
@@ -47,7 +47,7 @@ def test_loss_and_gradients_are_those_of_the_whole_model(backbone):
     assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3
 
 
-@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("backbone", [*BACKBONES, *LATER], ids=lambda backbone: backbone.name)
 def test_layers_run_once_for_a_row_where_there_is_room(backbone):
     model = backbone.model().train()
     parts = parts_of(model)
@@ -67,7 +67,7 @@ def test_layers_run_once_for_a_row_where_there_is_room(backbone):
         assert_gradients_equal(scorer_gradients(model, loss), gradient)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("backbone", [*BACKBONES, *LATER], ids=lambda backbone: backbone.name)
 def test_nothing_runs_but_the_tower_up_to_its_layer(backbone):
     model = backbone.model(pruning_ratio=0.5).train()
     called = modules_that_give(model)
