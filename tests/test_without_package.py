@@ -87,4 +87,4 @@ def test_remote_code_answers_saves_and_loads_as_the_package_does(hub_configs, cl
     tokens = answer(str(TINY), clip, "AutoModelForImageTextToText")
     [prompt], [tokens] = tokens["prompt"], tokens["tokens"]
     assert said == STTSProcessor.from_pretrained(TINY).decode(tokens[len(prompt) :], skip_special_tokens=True)
-    assert configs == ["STTSConfig"] * 3 + ["STTSQwen3VLConfig"] * 3
+    assert configs == ["STTSConfig"] * 3 + ["STTSQwen3VLConfig"] * 3 + ["STTSQwen3VLMoeConfig"]

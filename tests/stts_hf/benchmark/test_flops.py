@@ -12,7 +12,7 @@ from stts_hf.benchmark.measure import Runner
 from stts_hf.benchmark.meters import CONNECTOR, LANGUAGE_MODEL, SEQUENCE, TOTAL, VISION_TOWER, FlopClock
 from stts_hf.benchmark.models import Models, build_models, configure
 from stts_hf.benchmark.presets import Workload
-from tests.backbones import HYBRID_MIXTURES, MIXTURES, Clip
+from tests.backbones import MIXTURES, Clip
 from tests.stts_hf.benchmark import ideals
 
 FRAMES, PATCHES, BLOCKS = 4, 81, 9
@@ -67,7 +67,7 @@ def test_what_ideals_work_out_is_what_is_counted(shape, changes, ratio):
     assert count(workload, ratio)[TOTAL] == ideals.flops(workload, ratio, lengths)
 
 
-@pytest.mark.parametrize("mixture", [*MIXTURES, *HYBRID_MIXTURES], ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("mixture", MIXTURES, ids=lambda backbone: backbone.name)
 def test_products_of_experts_count_as_those_of_each_expert_alone(mixture):
     found = []
     for implementation in ("grouped_mm", "eager"):
