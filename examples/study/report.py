@@ -17,7 +17,7 @@ from stts_hf.evaluation.statistics import RESAMPLES, Interval, interval, number,
 from stts_hf.wording import percent
 
 from .data import StudyError
-from .methods import FROZEN, METHODS, ON_FROZEN, TOLD_TOO, UNPRUNED, methods_of
+from .methods import FIXED, FROZEN, METHODS, ON_FROZEN, TOLD_TOO, UNPRUNED, methods_of
 from .results import AVERAGE, VIDEO_GROUPS, Answers, Results, mean_tokens
 from .study import (
     ALL_RECORDS,
@@ -145,12 +145,13 @@ def header(results: Results) -> Iterator[str]:
 
 
 def rows_of_methods(results: Results) -> Iterator[tuple[str, str, str | None]]:
-    """Label, method, and whose weights, of each row of the tables that all methods are in."""
-    for name, method in METHODS.items():
-        yield method.label, name, None
-    for method in METHODS.values():
-        if method.told:
-            yield method.label.replace(ON_FROZEN, f"({METHODS[TOLD_TOO].label})"), method.name, TOLD_TOO
+    """Label, method, and whose weights, of each row of the tables that all methods are in which were asked."""
+    rows: list[tuple[str, str, str | None]] = [(method.label, name, None) for name, method in METHODS.items()]
+    trained = f"({METHODS[TOLD_TOO].label})"
+    rows += [(one.label.replace(ON_FROZEN, trained), name, TOLD_TOO) for name, one in METHODS.items() if one.told]
+    for label, name, weights in rows:
+        if any(results.find(name, ratio, weights=weights) for ratio in results.settings.ratios):
+            yield label, name, weights
 
 
 def accuracy_table(results: Results, look: str) -> str:
@@ -196,14 +197,16 @@ def claims(results: Results, look: str) -> Iterator[Claim]:
     pairs = (
         ("scorer by answers - heuristic, frozen base", FROZEN, "cosine-inference", frozen),
         ("STTS by answers - heuristic", TOLD_TOO, "cosine", trained),
+        ("STTS by answers, scorer of the base - heuristic", FIXED, "cosine", trained),
         ("STTS - heuristic", "stts", "cosine", dict.fromkeys(trained, nothing)),
     )
     for text, first, second, least in pairs:
         for ratio, mean in least.items():
             low = 0.0 if mean > 0 else -2.0
             yield Claim(f"{text}, at {percent(ratio)}", [(1, find(first, ratio)), (-1, find(second, ratio))], mean, low)
-    for text, name, other in (("scorer", FROZEN, "none-inference"), ("STTS", TOLD_TOO, UNPRUNED)):
-        yield Claim(f"{text} by answers at 90% - no pruning", [(1, find(name, 0.9)), (-1, find(other))], -4.0)
+    bases = (("Scorer by answers", FROZEN, "none-inference"), ("STTS by answers", TOLD_TOO, UNPRUNED))
+    for text, name, other in (*bases, ("STTS by answers, scorer of the base", FIXED, "none-inference")):
+        yield Claim(f"{text}, at 90% - {METHODS[other].label}", [(1, find(name, 0.9)), (-1, find(other))], -4.0)
     told = find("told", weights=TOLD_TOO)
     yield Claim(f"STTS by answers - told, at {percent(MAIN_RATIO)}", [(1, find(TOLD_TOO)), (-1, told)], -2.0)
 
@@ -235,7 +238,7 @@ def types_table(results: Results, look: str) -> str:
 def cost_table(results: Results) -> str:
     rows = []
     for name, method in METHODS.items():
-        if method.has_runs:
+        if method.has_runs and results.find(name):
             seconds = (results.seconds(kind, name) for kind in ("seconds_per_step", "scorer_seconds"))
             tokens = mean_tokens(results.find(name))
             rows.append([method.label, *(number(one, 2) for one in seconds), number(tokens, 0)])
