@@ -14,12 +14,14 @@ import torch
 from tests import (
     naive_qwen2_5_vl,
     naive_qwen3_vl,
+    naive_smolvlm,
     tiny,
     tiny_qwen2_5_vl,
     tiny_qwen3_5,
     tiny_qwen3_5_moe,
     tiny_qwen3_vl,
     tiny_qwen3_vl_moe,
+    tiny_smolvlm,
 )
 from tests.modeling import reference
 
@@ -135,10 +137,43 @@ def qwen_vl(name: str, tiny_qwen: Any, naive_qwen: Any) -> Backbone:
     )
 
 
+def smolvlm(rule: str = "original") -> Backbone:
+    def alone(rows: Rows) -> list[Inputs]:
+        def part(some: Part) -> tiny_smolvlm.Part:
+            if isinstance(some, Clip):
+                return tiny_smolvlm.Video(some.frames)
+            return tiny_smolvlm.Image() if isinstance(some, Picture) else some
+
+        return tiny_smolvlm.samples([[part(some) for some in row] for row in rows])
+
+    def batch(rows: Rows, padding_side: str = "left") -> Inputs:
+        return tiny_smolvlm.batch(alone(rows), padding_side)
+
+    def one_block(frames: Sequence[int]) -> tuple[Any, Inputs]:
+        rows = [tiny_smolvlm.sample([3, tiny_smolvlm.Video(some), 5], index, 1) for index, some in enumerate(frames)]
+        return tiny_smolvlm.tiny_model(tiny_smolvlm.tiny_config(side=8)), tiny_smolvlm.batch(rows)
+
+    return Backbone(
+        name="smolvlm" if rule == "original" else f"smolvlm-{rule}",
+        model=lambda trained_scorer=True, **vision: tiny_smolvlm.tiny_model(
+            tiny_smolvlm.tiny_config(rule, **vision), trained_scorer
+        ),
+        stock=tiny_smolvlm.stock_twin,
+        naive=naive_smolvlm.naive_forward,
+        batch=batch,
+        alone=alone,
+        pack=lambda rows: tiny_smolvlm.pack(alone(rows)),
+        one_block=one_block,
+        tower="vision_model",
+        stock_rounding=1e-5,  # as of Molmo2: 2.6e-6 was measured
+    )
+
+
 BACKBONES = [
     molmo2(),
     qwen_vl("qwen3_vl", tiny_qwen3_vl, naive_qwen3_vl),
     qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl, naive_qwen2_5_vl),
+    smolvlm(),
 ]
 # Whose tower and hooks are another one's: `test_mixtures.py` every day, the tests of every backbone among the slow.
 MIXTURES = [qwen_vl("qwen3_vl_moe", tiny_qwen3_vl_moe, naive_qwen3_vl)]
@@ -153,10 +188,10 @@ EVERY = [*BACKBONES, *_SLOW]
 LATER = [pytest.param(some, marks=pytest.mark.slow) for some in (*MIXTURES, *HYBRIDS, *HYBRID_MIXTURES)]
 # For tests of positions and caches: Molmo2 may close gaps in positions.
 with_compact = pytest.mark.parametrize(
-    "backbone", [*EVERY, molmo2("compact")], ids=lambda backbone: backbone.name, indirect=True
+    "backbone", [*EVERY, molmo2("compact"), smolvlm("compact")], ids=lambda backbone: backbone.name, indirect=True
 )
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
-DAILY = [*BACKBONES[:2], pytest.param(BACKBONES[2], marks=pytest.mark.slow)]
+DAILY = [*BACKBONES[:2], *(pytest.param(backbone, marks=pytest.mark.slow) for backbone in BACKBONES[2:])]
 
 
 def prompt(inputs: Inputs) -> Inputs:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForMultimodalLM, LogitsProcessor
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
+from stts_hf.model_parts import LANGUAGE_MODEL, module_of
 from tests.clips import write_clip
 
 TINY = Path(__file__).resolve().parent.parent / "hub_configs" / "stts-tiny"
@@ -23,6 +25,7 @@ TINIES = {
 # Those of backbones whose tower and hooks are another one's, and which take fewer tests.
 ALL_TINIES = TINIES | {
     "qwen3_vl_moe": TINY.with_name("stts-qwen3-vl-moe-tiny"),
+    "smolvlm": TINY.with_name("stts-smolvlm-tiny"),
     "qwen3_5": TINY.with_name("stts-qwen3-5-tiny"),
     "qwen3_5_moe": TINY.with_name("stts-qwen3-5-moe-tiny"),
 }
@@ -30,7 +33,9 @@ ALL_TINIES = TINIES | {
 QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 DAILY = ["molmo2", *QWENS]
 RECURRENT = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_5_moe")]
-OTHERS = [pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), *RECURRENT]
+needs_num2words = pytest.mark.skipif(find_spec("num2words") is None, reason="SmolVLM2's processor needs num2words")
+SMOLVLM = pytest.param("smolvlm", marks=[pytest.mark.slow, needs_num2words])
+OTHERS = [pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), SMOLVLM, *RECURRENT]
 EVERY = [*DAILY, *OTHERS]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(
@@ -65,7 +70,7 @@ def load_talkative(folder: Path = TINY) -> Any:
     with torch.no_grad():
         if model.lm_head.weight is model.get_input_embeddings().weight:  # then it would repeat itself
             model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone())
-        for weight in [*model.model.language_model.parameters(), model.lm_head.weight]:
+        for weight in [*module_of(model, LANGUAGE_MODEL).parameters(), model.lm_head.weight]:
             if weight.dim() > 1:  # of experts, a matrix each
                 weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
     return model

@@ -24,6 +24,7 @@ ALL = [
     "stts-qwen3-vl-moe-tiny",
     "stts-qwen3-5-tiny",
     "stts-qwen3-5-moe-tiny",
+    "stts-smolvlm-tiny",
 ]
 
 

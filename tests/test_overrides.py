@@ -39,6 +39,11 @@ RELIED_ON = {
         "pooling_size, return_tensors, kwargs",
         "frames are preprocessed a few at a time: each call makes patches, pooling indices and a grid of its frames",
     ),
+    "transformers.models.smolvlm.video_processing_smolvlm.SmolVLMVideoProcessor._preprocess": (
+        "self, videos, do_resize, size, resample, do_rescale, rescale_factor, do_normalize, do_pad, image_mean, "
+        "image_std, return_tensors, kwargs",
+        "videos are preprocessed one at a time, without padding: `pixel_values` of a call has the frames of one",
+    ),
 }
 
 

@@ -39,6 +39,8 @@ if _typing.TYPE_CHECKING:
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig as STTSQwen3VLConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLVisionConfig as STTSQwen3VLVisionConfig
     from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig as STTSQwen3VLMoeConfig
+    from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig as STTSSmolVLMConfig
+    from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMVisionConfig as STTSSmolVLMVisionConfig
     from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration as STTSForConditionalGeneration
     from stts_hf.modeling.modeling_stts import STTSModel as STTSModel
     from stts_hf.modeling.modeling_stts_qwen2_5_vl import (
@@ -61,11 +63,18 @@ if _typing.TYPE_CHECKING:
         STTSQwen3VLMoeForConditionalGeneration as STTSQwen3VLMoeForConditionalGeneration,
     )
     from stts_hf.modeling.modeling_stts_qwen3_vl_moe import STTSQwen3VLMoeModel as STTSQwen3VLMoeModel
+    from stts_hf.modeling.modeling_stts_smolvlm import (
+        STTSSmolVLMForConditionalGeneration as STTSSmolVLMForConditionalGeneration,
+    )
+    from stts_hf.modeling.modeling_stts_smolvlm import STTSSmolVLMModel as STTSSmolVLMModel
     from stts_hf.modeling.processing_stts import STTSProcessor as STTSProcessor
+    from stts_hf.modeling.processing_stts_smolvlm import STTSSmolVLMProcessor as STTSSmolVLMProcessor
     from stts_hf.modeling.video_processing_stts import STTSVideoProcessor as STTSVideoProcessor
+    from stts_hf.modeling.video_processing_stts_smolvlm import STTSSmolVLMVideoProcessor as STTSSmolVLMVideoProcessor
     from stts_hf.modeling.vision_stts import STTSVisionModel as STTSVisionModel
     from stts_hf.modeling.vision_stts_qwen2_5_vl import STTSQwen2_5_VLVisionModel as STTSQwen2_5_VLVisionModel
     from stts_hf.modeling.vision_stts_qwen3_vl import STTSQwen3VLVisionModel as STTSQwen3VLVisionModel
+    from stts_hf.modeling.vision_stts_smolvlm import STTSSmolVLMVisionModel as STTSSmolVLMVisionModel
     from stts_hf.training.arguments import STTSTrainingArguments as STTSTrainingArguments
     from stts_hf.training.sft import STTSSFTTrainer as STTSSFTTrainer
     from stts_hf.training.trainer import STTSTrainer as STTSTrainer
@@ -92,17 +101,22 @@ _NAMES = {
     "modeling.configuration_stts_qwen3_5_moe": ("STTSQwen3_5MoeConfig",),
     "modeling.configuration_stts_qwen3_vl": ("STTSQwen3VLConfig", "STTSQwen3VLVisionConfig"),
     "modeling.configuration_stts_qwen3_vl_moe": ("STTSQwen3VLMoeConfig",),
+    "modeling.configuration_stts_smolvlm": ("STTSSmolVLMConfig", "STTSSmolVLMVisionConfig"),
     "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
     "modeling.modeling_stts_qwen2_5_vl": ("STTSQwen2_5_VLForConditionalGeneration", "STTSQwen2_5_VLModel"),
     "modeling.modeling_stts_qwen3_5": ("STTSQwen3_5ForConditionalGeneration", "STTSQwen3_5Model"),
     "modeling.modeling_stts_qwen3_5_moe": ("STTSQwen3_5MoeForConditionalGeneration", "STTSQwen3_5MoeModel"),
     "modeling.modeling_stts_qwen3_vl": ("STTSQwen3VLForConditionalGeneration", "STTSQwen3VLModel"),
     "modeling.modeling_stts_qwen3_vl_moe": ("STTSQwen3VLMoeForConditionalGeneration", "STTSQwen3VLMoeModel"),
+    "modeling.modeling_stts_smolvlm": ("STTSSmolVLMForConditionalGeneration", "STTSSmolVLMModel"),
     "modeling.processing_stts": ("STTSProcessor",),
+    "modeling.processing_stts_smolvlm": ("STTSSmolVLMProcessor",),
     "modeling.video_processing_stts": ("STTSVideoProcessor",),
+    "modeling.video_processing_stts_smolvlm": ("STTSSmolVLMVideoProcessor",),
     "modeling.vision_stts": ("STTSVisionModel",),
     "modeling.vision_stts_qwen2_5_vl": ("STTSQwen2_5_VLVisionModel",),
     "modeling.vision_stts_qwen3_vl": ("STTSQwen3VLVisionModel",),
+    "modeling.vision_stts_smolvlm": ("STTSSmolVLMVisionModel",),
     "training.arguments": ("STTSTrainingArguments",),
     "training.sft": ("STTSSFTTrainer",),
     "training.trainer": ("STTSTrainer",),

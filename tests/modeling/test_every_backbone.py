@@ -219,7 +219,9 @@ def test_a_saved_model_is_loaded_as_it_was(backbone, any_model, tmp_path):
 
 
 def test_video_features_take_their_arguments_in_the_native_order(backbone, any_model):
-    inputs, native = backbone.batch(ROWS, "left"), any_model.model.native.get_video_features
+    inputs, native = backbone.batch(ROWS, "left"), getattr(any_model.model.native, "get_video_features", None)
+    if native is None:
+        pytest.skip("the native model takes videos as images")
     vision = {name: inputs[name] for name in any_model.model.video_inputs if name in inputs}
     first = [name for name in inspect.signature(native).parameters if name in vision]
     assert "pixel_values_videos" in first
@@ -238,7 +240,7 @@ def test_settings_set_later_are_checked_by_the_next_call(backbone):
 
 @pytest.mark.parametrize(("field", "value"), [("pruned_position_ids", "compact"), ("refill_single_frame_bins", True)])
 def test_settings_without_a_meaning_for_positions_in_space_are_refused(backbone, field, value):
-    if backbone.name == "molmo2":
+    if backbone.name == "molmo2" or (backbone.name == "smolvlm" and field == "pruned_position_ids"):
         pytest.skip("positions are one number, frames of one size")
     config = backbone.model().config
     with pytest.raises(StrictDataclassFieldValidationError, match=rf"'{field}' expected one of .*, got {value}"):

@@ -30,7 +30,7 @@ CORE = [
     "mrope_tower",
     "recurrent",
 ]
-BACKBONES = re.compile(r"molmo|qwen|siglip|olmo", re.IGNORECASE)
+BACKBONES = re.compile(r"molmo|qwen|smolvlm|siglip|olmo", re.IGNORECASE)
 ALLOWED = {"av", "huggingface_hub", "numpy", "PIL", "torch", "torchvision", "transformers"}
 
 

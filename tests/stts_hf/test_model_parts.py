@@ -17,6 +17,7 @@ TEXT = dict.fromkeys(
     ["model.language_model.layers.0.mlp.down_proj.weight", "model.language_model.embed_tokens", "lm_head.weight"],
     "language_model",
 )
+TEXT_QUERIES = r".*(language|text)_model.*\.q_proj"
 QWEN = TEXT | {
     "model.visual.blocks.2.attn.qkv.weight": "vision_tower",
     "model.visual.patch_embed.proj.weight": "vision_tower",
@@ -31,6 +32,13 @@ PART_OF = {
     },
     "qwen2_5_vl": QWEN | {"model.visual.merger.mlp.2.weight": "connector"},
     "qwen3_vl": QWEN | {"model.visual.deepstack_merger_list.1.linear_fc2.weight": "connector"},
+    "smolvlm": {
+        "model.text_model.layers.0.mlp.down_proj.weight": "language_model",
+        "lm_head.weight": "language_model",
+        "model.vision_model.encoder.layers.3.self_attn.q_proj.weight": "vision_tower",
+        "model.vision_model.scorer.token_pooler.q_proj.weight": "scorer",
+        "model.connector.modality_projection.proj.weight": "connector",
+    },
 }
 
 
@@ -60,7 +68,7 @@ WRAPPED: dict[str, Callable[[Any], Any]] = {
     "compiled": torch.compile,
     "compiled_tower": compile_tower,
     "adapted": adapt(target_modules="all-linear"),
-    "scorer_saved_in_full": adapt(target_modules=r".*language_model.*\.q_proj", modules_to_save=["scorer"]),
+    "scorer_saved_in_full": adapt(target_modules=TEXT_QUERIES, modules_to_save=["scorer"]),
 }
 
 
@@ -78,17 +86,20 @@ def test_a_wrapped_parameter_keeps_its_part(backbone, wrap):
 
 @every_backbone
 def test_what_an_adapter_adds_belongs_to_what_it_adapts(backbone):
-    options = {"target_modules": r".*(language_model.*\.q_proj|token_pooler\.q_proj)", "modules_to_save": ["lm_head"]}
+    options = {
+        "target_modules": rf"{TEXT_QUERIES}|.*token_pooler\.q_proj",
+        "modules_to_save": ["lm_head"],
+    }
     found = parts_of(adapt(**options)(backbone.model()))
     added = {name.split(".")[3]: part for name, part in found.items() if "lora_" in name and "scorer" not in name}
-    assert added == {"language_model": "language_model"}
+    assert set(added.values()) == {"language_model"}
     assert {part for name, part in found.items() if "lora_" in name and "scorer" in name} == {"scorer"}
     assert {part for name, part in found.items() if "lm_head" in name} == {"language_model"}
 
 
 @every_backbone
 def test_a_tower_that_is_trained_whole_keeps_its_scorer_and_connector_apart(backbone):
-    wrapped = adapt(target_modules=r".*language_model.*\.q_proj", modules_to_save=[backbone.tower])(backbone.model())
+    wrapped = adapt(target_modules=TEXT_QUERIES, modules_to_save=[backbone.tower])(backbone.model())
     found = parts_of(wrapped)
     trained = Counter(found[name] for name, parameter in wrapped.named_parameters() if parameter.requires_grad)
     assert trained["scorer"] == 14
@@ -99,7 +110,8 @@ def test_modules_of_a_part(backbone):
     model = backbone.model()
     assert list(modules_of(model, "scorer")) == [f"model.{backbone.tower}.scorer"]
     assert module_of(model, "vision_tower") is model.get_submodule(f"model.{backbone.tower}")
-    assert module_of(model.model, "language_model") is model.model.language_model
+    name = next(name for name, part in model.model.parts.items() if part == "language_model")
+    assert module_of(model.model, "language_model") is model.model.get_submodule(name)
 
 
 def test_other_models_have_no_parts():

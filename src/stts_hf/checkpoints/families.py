@@ -11,6 +11,7 @@ from transformers import (
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessor,
     Qwen3VLProcessor,
+    SmolVLMImageProcessor,
 )
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
@@ -22,9 +23,12 @@ from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
 from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
+from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
+from stts_hf.modeling.processing_stts_smolvlm import STTSSmolVLMProcessor
 from stts_hf.modeling.settings_stts import PruningConfig
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.video_processing_stts_smolvlm import STTSSmolVLMVideoProcessor
 
 from .files import read_json
 from .original import SPECIAL_TOKENS
@@ -39,6 +43,11 @@ def _molmo2_settings(vision: Any) -> dict[str, dict[str, Any]]:
 def _qwen_vl_settings(vision: Any) -> dict[str, dict[str, Any]]:
     shared = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
     shared["merge_size"] = vision.spatial_merge_size
+    return {"image_processor": shared, "video_processor": shared}
+
+
+def _smolvlm_settings(vision: Any) -> dict[str, dict[str, Any]]:
+    shared = {"max_image_size": {"longest_edge": vision.image_size}}
     return {"image_processor": shared, "video_processor": shared}
 
 
@@ -79,6 +88,7 @@ _QWEN_VL = (
     },
     _qwen_vl_settings,
 )
+_SMOLVLM = ({"image_token_id": "<image>"}, _smolvlm_settings)
 FAMILIES = [
     Family(STTSConfig, STTSProcessor, Molmo2ImageProcessor, STTSVideoProcessor, *_MOLMO2),
     Family(STTSQwen3VLConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
@@ -86,6 +96,7 @@ FAMILIES = [
     Family(STTSQwen3_5Config, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen3_5MoeConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
     Family(STTSQwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
+    Family(STTSSmolVLMConfig, STTSSmolVLMProcessor, SmolVLMImageProcessor, STTSSmolVLMVideoProcessor, *_SMOLVLM),
 ]
 OWN = {family.config.model_type: family for family in FAMILIES}
 STOCK = {family.config.native.model_type: family for family in FAMILIES}

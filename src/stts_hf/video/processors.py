@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,11 @@ def is_molmo2(video_processor: Any) -> bool:
     return hasattr(video_processor, "test_time_scaling")
 
 
+def is_raster(video_processor: Any) -> bool:
+    """Whether it shows every frame as one image of `image_seq_len` tokens, by native settings."""
+    return hasattr(video_processor, "image_seq_len")
+
+
 def pop_video_kwargs(options: dict[str, Any]) -> dict[str, Any]:
     """What a call's `options` say of videos, in `videos_kwargs` or beside them, taken out."""
     given = dict(options.pop("videos_kwargs", None) or {})
@@ -106,8 +112,11 @@ def with_settings(video_processor: Any, options: dict[str, Any]) -> Any:
 
 
 def native_name(video_processor: Any, name: str) -> str:
-    """What the processor calls the setting `name` of a call: native ones have "max_frames" and "fps"."""
-    return name if is_molmo2(video_processor) else {"num_frames": "max_frames", "max_fps": "fps"}.get(name, name)
+    """What the processor calls the setting `name` of a call: native ones have "fps", those of tubelets "max_frames"."""
+    if is_molmo2(video_processor):
+        return name
+    names = {"num_frames": "num_frames" if is_raster(video_processor) else "max_frames", "max_fps": "fps"}
+    return names.get(name, name)
 
 
 def set_frames(video_processor: Any, **settings: Any) -> None:
@@ -133,7 +142,10 @@ def check_frames(video_processor: Any) -> None:
 
 def scale_budget(video_processor: Any, pruning_ratio: float) -> None:
     """Raises frames and, where all frames share them, pixels to `1 / (1 - pruning_ratio)` of what they are."""
-    video_processor.max_frames = frame_budget(video_processor.max_frames, pruning_ratio)
+    name = native_name(video_processor, "num_frames")
+    setattr(video_processor, name, frame_budget(getattr(video_processor, name), pruning_ratio))
+    if is_raster(video_processor):  # pixels of a frame do not depend on how many there are
+        return
     few, more = (_native_grid(video_processor, frames, 4096, 4096).prod() for frames in (64, 128))
     if more < 2 * few:
         size = dict(video_processor.size)
@@ -225,11 +237,49 @@ class NativeReader:
         return _native_grid(self.settings, len(indices), *measure(file, indices))
 
 
+class RasterReader(NativeReader):
+    """The same for a native video processor that makes one square image of each frame."""
+
+    def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
+        """By the processor's own rule."""
+        self._set_rate(metadata)
+        if metadata.duration is None:  # of decoded frames
+            metadata = replace(metadata, duration=metadata.total_num_frames / (metadata.fps or 1))
+        rule = {"num_frames": self.settings.num_frames, "fps": self.settings.fps}
+        return np.asarray(self.settings.sample_frames(metadata=metadata, **rule)).tolist()
+
+    def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        side = self.settings.max_image_size["longest_edge"]
+        return (side, side) if self.settings.do_resize else (height, width)
+
+    def _resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        if not self.settings.do_resize:
+            return picture
+        # Native code resizes twice, which is not the same as once.
+        wanted = SizeDict(**dict(self.settings.size))
+        return self.settings.resize(picture[None], size=wanted, resample=self.settings.resample)[0]
+
+    def _pad(self, frames: torch.Tensor) -> torch.Tensor:
+        return frames
+
+    def decode(self, file: VideoFile, indices: list[int]) -> tuple[torch.Tensor, STTSVideoMetadata]:
+        frames, shown = super().decode(file, indices)
+        size = tuple(frames.shape[-2:])
+        if (shown.height, shown.width) == size:  # `read` resizes no frame of the wanted size
+            frames = torch.stack([self._resize(frame, size) for frame in frames])
+        return frames, shown
+
+    def grid(self, file: VideoFile, indices: list[int]) -> torch.Tensor:
+        side = math.isqrt(self.settings.image_seq_len)
+        return torch.tensor([len(indices), side, side])
+
+
 Reader = Molmo2Reader | NativeReader
 
 
 def make_reader(video_processor: Any, call: dict[str, Any]) -> Reader:
-    return (Molmo2Reader if is_molmo2(video_processor) else NativeReader)(video_processor, call)
+    native = RasterReader if is_raster(video_processor) else NativeReader
+    return (Molmo2Reader if is_molmo2(video_processor) else native)(video_processor, call)
 
 
 def read_source(reader: Reader, source: Any, given: Any, name: str) -> tuple[torch.Tensor, STTSVideoMetadata]:
