@@ -58,6 +58,15 @@ class STTSSmolVLMProcessor(SmolVLMProcessor):
         outputs["mm_token_type_ids"] = torch.tensor(types) if torch.is_tensor(outputs["input_ids"]) else types
         return outputs
 
+    def _get_num_multimodal_tokens(self, image_sizes: Any, **kwargs: Any) -> dict[str, list[int]]:
+        """Tokens that stand for each image of such a (height, width), in tiles where it is split."""
+        counts = []
+        for height, width in image_sizes:
+            _, rows, cols = self.image_processor.get_number_of_image_patches(height, width, {})
+            text = self.replace_image_token({"rows": [[rows]], "cols": [[cols]]}, 0)
+            counts.append(len(self.tokenizer(text)["input_ids"]))
+        return {"num_image_tokens": counts}
+
     def replace_video_token(self, video_inputs: dict, video_idx: int, **kwargs: Any) -> str:
         """The native text that stands for a video: its frames' number and times, and their placeholders."""
         num_frames = int(video_inputs["video_grids"][video_idx][0])

@@ -29,7 +29,9 @@ SIDE = PATCH_SIZE * BLOCK_SIDE * GRID
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Returns a byte-level BPE tokenizer of `VOCAB_SIZE` tokens, followed by the vision tokens."""
-    return tiny_model.build_tokenizer(texts(), VISION_TOKENS)
+    tokenizer = tiny_model.build_tokenizer(texts(), VISION_TOKENS)
+    tokenizer.eos_token = "<end_of_utterance>"  # ends a turn of the chat template
+    return tokenizer
 
 
 def build_processor(chat_template: str) -> STTSSmolVLMProcessor:

@@ -1,11 +1,12 @@
 """The models to measure, with random weights: speed does not depend on values, only on how many there are."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from stts_hf.auto_classes import register_auto_classes
 from stts_hf.benchmark.geometries import GEOMETRIES
@@ -40,6 +41,17 @@ def stock_twin(model: PreTrainedModel) -> PreTrainedModel:
     return stock.train(model.training)
 
 
+def stock_inputs(stock: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs of rows with one video each, and no images, as the stock model takes them: maybe frames as images."""
+    if hasattr(stock.model, "get_video_features") or "pixel_values_videos" not in inputs:
+        return dict(inputs)
+    if "pixel_values" in inputs:
+        raise ValueError("`inputs` has images beside videos, which stock_inputs does not order. Leave the images out.")
+    others = {name: value for name, value in inputs.items() if name not in ("video_grids", "mm_token_type_ids")}
+    frames = others.pop("pixel_values_videos")
+    return others | {"pixel_values": frames.view(len(inputs["input_ids"]), -1, *frames.shape[1:])}
+
+
 def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """The native configuration of an STTS model's, without the fields that the native classes lack."""
 
@@ -49,7 +61,13 @@ def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
         return {name: value for name, value in part.to_dict().items() if name in names}
 
     parts = config.native.sub_configs
-    natives = {name: known(getattr(config, name), native) for name, native in parts.items()}
+    natives = {}
+    for name, native in parts.items():
+        part = getattr(config, name)
+        if native is AutoConfig:  # of any language model
+            natives[name] = known(part, type(part)) | {"model_type": part.model_type}
+        else:
+            natives[name] = known(part, native)
     stock = config.native(**known(config, config.native) | natives)
     stock._attn_implementation = config._attn_implementation
     for name in parts:

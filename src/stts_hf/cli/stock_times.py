@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, FlopClock, StageRecorder
-from stts_hf.benchmark.models import stock_twin
+from stts_hf.benchmark.models import stock_inputs, stock_twin
 from stts_hf.cli.checkpoint_options import SMALL
 from stts_hf.cli.progress import note, progress_bar, stage
 from stts_hf.inference.generate import inputs_for, tensors_of
@@ -45,16 +45,17 @@ def time_prompts(
     """What stock and each variant cost: a warm-up that counts, then `repeats` rounds in which they take turns."""
     inputs = inputs_for(model, inputs)
     stock = stock_twin(model)
+    as_stock = stock_inputs(stock, inputs)
     costs = {name: Cost() for name in (STOCK, *variants)}
 
     def run(name: str, clock: Clock) -> tuple[dict[str, float], Any]:
-        timed, options = stock, dict[str, Any]()
+        timed, options, given = stock, dict[str, Any](), as_stock
         if name != STOCK:
-            timed = model
+            timed, given = model, inputs
             rule, model.config.vision_config.selector = variants[name]
             options = rule_arguments(rule)
         with StageRecorder(timed, clock) as recorder, torch.no_grad():
-            output = timed(**inputs, **options, logits_to_keep=1, use_cache=True)
+            output = timed(**given, **options, logits_to_keep=1, use_cache=True)
         return recorder.stages(), output.past_key_values
 
     with (

@@ -33,7 +33,7 @@ logger = logging.get_logger(__name__)
 CONFIG_COPY = "train_config.yaml"  # in the output folder
 # The text model's linear layers alone: `q_proj` or `all-linear` would hit the vision tower and the connector too.
 TEXT_LINEAR = (
-    r".*language_model\.layers\.\d+\."
+    r".*(language|text)_model\.layers\.\d+\."
     r"(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_\w+|out_proj)|mlp\.(shared_expert\.)?(gate|up|down)_proj)"
 )
 

@@ -120,7 +120,7 @@ def stock_qwen(backbone: str = "qwen3_vl", tied: bool = True) -> Any:
         vision_config=vision | {"model_type": f"{backbone}_vision"},
         text_config=settings["text_config"],
         tie_word_embeddings=tied,
-        **{name: value for name, value in settings.items() if name.endswith("_token_id")},
+        **{name: value for name, value in settings.items() if name.endswith(("_token_id", "scale_factor"))},
     )
     model: Any = AutoModelForImageTextToText.from_config(config).eval()
     randomise(model)

@@ -1,6 +1,7 @@
 """`stts-hf train` on a checkpoint of every backbone, by nothing but its folder."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(chec
     model = load(output / "merged")
     assert moved(checkpoint, output / "merged", parts_of(model)) == {"language_model", "scorer"}
     before, after = load(checkpoint).state_dict(), model.state_dict()
-    text = [name for name in before if "language_model." in name]
+    text = [name for name in before if re.search(r"(language|text)_model\.", name)]
     changed = Counter(name.split(".")[-2] for name in text if not torch.equal(before[name], after[name]))
     adapted = ["q_proj", "k_proj", "v_proj", "o_proj"]
     if not hasattr(model.config.text_config, "num_experts"):  # whose matrices are no linear layers
@@ -92,7 +93,7 @@ def test_a_recurrent_text_model_trains_its_parts_and_takes_an_adapter(backbone, 
     (tmp_path / "adapter").mkdir()
     output = run(tmp_path / "adapter", data, checkpoint, "use_peft: true\nlora_r: 2\nmerge_adapter: true\n")
     before, after = load(checkpoint).state_dict(), load(output / "merged").state_dict()
-    text = [name for name in before if "language_model." in name]
+    text = [name for name in before if re.search(r"(language|text)_model\.", name)]
     changed = Counter(name.split(".")[-2] for name in text if not torch.equal(before[name], after[name]))
     adapted = {name: changed[name] for name in ("q_proj", "in_proj_qkv", "in_proj_z", "out_proj", "gate_proj")}
     assert adapted == {"q_proj": 1, "in_proj_qkv": 3, "in_proj_z": 3, "out_proj": 3, "gate_proj": 4}
