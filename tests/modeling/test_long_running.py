@@ -38,7 +38,7 @@ def rows_of(call: int) -> Rows:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [BACKBONES[0].name, BACKBONES[-1].name])  # of towers that share no code
+@pytest.mark.parametrize("name", [BACKBONES[0].name, BACKBONES[2].name])  # of towers that share no code
 def test_memory_is_flat_over_many_calls(name):
     run = subprocess.run([sys.executable, "-c", LONG, name], capture_output=True, text=True, timeout=600)
     assert run.returncode == 0, run.stderr
