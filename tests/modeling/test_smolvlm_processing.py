@@ -6,14 +6,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoProcessor, SmolVLMProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, SmolVLMProcessor
 from transformers.models.smolvlm.video_processing_smolvlm import SmolVLMVideoProcessor
 from transformers.video_utils import VideoMetadata, load_video
 
-from stts_hf import register_auto_classes
+from stts_hf import STTSSmolVLMForConditionalGeneration, register_auto_classes
+from stts_hf.checkpoints.doctor import examine
+from stts_hf.cli.main import main
 from stts_hf.video.processors import process
 from tests.checkpoints import ALL_TINIES, needs_num2words
 from tests.clips import write_clip
+from tests.stts_hf.checkpoints.convert_files import write_qwen
 
 pytestmark = needs_num2words
 FPS = 5.0
@@ -93,6 +96,17 @@ def test_a_square_file_of_the_wanted_size_is_resized_as_natively(ours, native, t
     found = process(ours, text=["<video>"], videos=[clip], return_tensors="pt")
     expected = native(text=["<video>"], videos=[pixels], video_metadata=[metadata], return_tensors="pt")
     assert torch.equal(found["pixel_values_videos"], expected["pixel_values"][0])
+
+
+@pytest.mark.slow
+def test_a_stock_folder_is_converted(tmp_path: Path):
+    stock = write_qwen(tmp_path / "stock", "smolvlm")
+    expected = AutoModelForImageTextToText.from_pretrained(stock).state_dict()
+    assert main(["convert", str(stock), str(tmp_path / "ours"), "--selector", "cosine"]) == 0
+    assert not [finding for found in examine(tmp_path / "ours").values() for finding in found]
+    weights = STTSSmolVLMForConditionalGeneration.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+    assert len(weights) == len(expected) + 14
 
 
 def test_it_is_saved_with_its_settings(ours, tmp_path: Path):
