@@ -1,4 +1,4 @@
-"""What backbones share whose towers take frames in raster, and whose text is causal with one position per token.
+"""Shared by backbones whose tower takes frames in raster, and whose text is causal with one position per token.
 
 Images and videos share a placeholder: `mm_token_type_ids` tell them apart. The native `forward` gets `inputs_embeds`
 with features in place of the placeholders' embeddings, native `generate` gets them as `mm_encoder_outputs` of images.
@@ -22,7 +22,7 @@ class CausalBackbone(PruningBackbone):
     """
     Mixin for the model without a head.
 
-    tower_name: of the module that is a `RasterTower`. block_side: `w`, of a block in patches.
+    tower_name: name of the `RasterTower` module. block_side: `w`, the side of a block in patches.
     """
 
     tower_name: ClassVar[str]
@@ -38,7 +38,7 @@ class CausalBackbone(PruningBackbone):
     def find_placeholders(
         self, input_ids: torch.Tensor, vision: Collection[str], types: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Placeholders of videos and of images, (B, L) each; beside both, without types (B, L), all are images'."""
+        """Masks (B, L) of video and image placeholders. With both in a call and no types (B, L), all are images'."""
         with_videos, with_images = (name in vision for name in self.pixels)
         placeholders = input_ids == self.config.image_token_id
         is_video = torch.full_like(placeholders, not with_images)
@@ -83,8 +83,19 @@ class CausalBackbone(PruningBackbone):
         vision = self.get_submodule(self.tower_name)(pixel_values, plan, **kwargs)
         return vision.connected(self.connect(vision.features), plan)
 
+    def check_gaps(self, pruned: PrunedInputs, in_chunks: bool = False) -> None:
+        """Raises `ValueError` where flash attention would take gaps in positions behind a cache for packed samples."""
+        tokens, implementation = pruned.tokens, self.config.text_config._attn_implementation
+        behind = tokens.padding_mask is not None and tokens.padding_mask.shape[1] > tokens.shape[1]
+        if pruned.features and (behind or in_chunks) and implementation not in MASKED_TEXT_ATTENTION:
+            raise ValueError(
+                f"`attn_implementation` {implementation!r} of the text model cannot read a pruned video behind a cache "
+                "or in chunks of a prompt: it would take dropped tokens for the ends of samples. Use 'sdpa' there."
+            )
+
     def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
         """Features take the place of their placeholders' embeddings. Raises `ValueError` for rows it cannot part."""
+        self.check_gaps(pruned)
         tokens, text_config = pruned.tokens, self.config.text_config
         embeds, mask = self.get_input_embeddings()(tokens.input_ids), tokens.attention_mask
         for placeholders, _ in pruned.features:
@@ -103,6 +114,7 @@ class CausalBackbone(PruningBackbone):
 
     def merge_rows(self, pruned: PrunedInputs, setting: Callable[[str], Any]) -> dict[str, Any]:
         """Videos' features with images', since they share a placeholder."""
+        self.check_gaps(pruned, in_chunks=setting("prefill_chunk_size") is not None)
         return encoder_outputs(pruned, "image")
 
 

@@ -67,7 +67,9 @@ class PruningPlan:
         """Raises `ValueError` where the rule or given scores do not fit the videos or each other."""
         self.keep.check_videos(self.grids)
         if self.block_scores is not None and self.keep.threshold is not None:
-            raise ValueError("`score_threshold` is set, but with `block_scores` `pruning_ratio` is needed: pass it.")
+            raise ValueError(
+                "`block_scores` came with `score_threshold`, which fits the model's own: pass `pruning_ratio`."
+            )
         if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
             raise ValueError(
                 f"`block_scores` has shape {tuple(self.block_scores.shape)}, but must be ({sum(self.num_blocks)},): "

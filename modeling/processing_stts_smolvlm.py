@@ -39,7 +39,8 @@ class STTSSmolVLMProcessor(SmolVLMProcessor):
             settings = video_processor.to_dict()
             kept = settings.keys() - {"video_processor_type", "processor_class", "auto_map"}
             video_processor = STTSSmolVLMVideoProcessor(**{name: settings[name] for name in kept})
-        video_processor.image_seq_len = image_seq_len
+        if video_processor is not None:  # else native code names what is missing
+            video_processor.image_seq_len = image_seq_len
         super().__init__(image_processor, tokenizer, video_processor, image_seq_len, chat_template, **kwargs)
 
     def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> BatchFeature:
@@ -55,8 +56,8 @@ class STTSSmolVLMProcessor(SmolVLMProcessor):
             counts = [(part["replacement"].count(self.image_token), part["type"] == "video") for part in of_row]
             kinds = iter([1 + is_video for count, is_video in counts for _ in range(count)])
             types.append([next(kinds, 0) if token == self.image_token_id else 0 for token in ids])
-        outputs["mm_token_type_ids"] = torch.tensor(types) if torch.is_tensor(outputs["input_ids"]) else types
-        return outputs
+        outputs["mm_token_type_ids"] = types
+        return outputs.convert_to_tensors(kwargs.get("return_tensors"))
 
     def _get_num_multimodal_tokens(self, image_sizes: Any, **kwargs: Any) -> dict[str, list[int]]:
         """Tokens that stand for each image of such a (height, width), in tiles where it is split."""

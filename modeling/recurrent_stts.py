@@ -1,4 +1,4 @@
-"""What backbones share most of whose text layers are recurrent.
+"""Shared by backbones whose text layers are mostly recurrent.
 
 A recurrent layer keeps a state instead of keys and values. What it has read stays in the state: masked filler between
 tokens changes it, cached columns can be neither hidden nor cut off, and samples of a row cannot be told apart. So
@@ -40,8 +40,9 @@ class RecurrentBackbone(MropeBackbone):
 
     def native_forward(self, **arguments: Any) -> Any:
         """
-        As in `MropeBackbone`. Rows that end in padding leave no cache, nor does a call in training mode, which looks
-        at no mask, unless it asks for one. Raises `ValueError` where a cache would hold filler behind tokens.
+        As in `MropeBackbone`. Rows that end in padding leave no cache. In training mode a call leaves one only if it
+        asks for it or is given one; otherwise it does not read the mask. Raises
+        `ValueError` where a cache would hold filler behind tokens.
         """
         embeddings = arguments.get("inputs_embeds")
         given: Any = arguments.get("input_ids") if embeddings is None else embeddings

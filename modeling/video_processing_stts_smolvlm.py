@@ -1,5 +1,9 @@
 """Frames of videos for STTS on SmolVLM2: native ones, with videos of unequal length and apart from images."""
 
+from .settings_stts import require_version  # noqa: F401
+
+# isort: split
+
 import math
 from typing import Any
 
@@ -9,8 +13,6 @@ from transformers.models.smolvlm.video_processing_smolvlm import (
     SmolVLMVideoProcessor,
     SmolVLMVideoProcessorInitKwargs,
 )
-
-from .settings_stts import require_version  # noqa: F401  # isort: split
 
 
 class STTSSmolVLMVideoProcessorKwargs(SmolVLMVideoProcessorInitKwargs, total=False):
@@ -36,11 +38,15 @@ class STTSSmolVLMVideoProcessor(SmolVLMVideoProcessor):
     model_input_names = ["pixel_values_videos", "video_grids"]  # noqa: RUF012
 
     def _preprocess(self, videos: list[torch.Tensor], return_tensors: Any = None, **kwargs: Any) -> BatchFeature:  # type: ignore[override]
+        side = math.isqrt(self.image_seq_len)
+        if side**2 != self.image_seq_len:
+            raise ValueError(
+                f"`image_seq_len` is {self.image_seq_len}, but a frame has a square number of blocks, such as 64."
+            )
         kwargs |= {"do_pad": False}
         frames = [
             super(STTSSmolVLMVideoProcessor, self)._preprocess([one], **kwargs)["pixel_values"][0] for one in videos
         ]
-        side = math.isqrt(self.image_seq_len)
         grids = torch.tensor([[len(some), side, side] for some in frames])
         return BatchFeature(
             {"pixel_values_videos": torch.cat(frames), "video_grids": grids}, tensor_type=return_tensors

@@ -32,8 +32,8 @@ def spread(rounds: Sequence[float], digits: int = 1) -> str:
 
 
 def gigaflop(flops: float) -> str:
-    """Three digits, and no power of ten: "0.915", "12.3", "1,235"."""
-    return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:#.3g}"
+    """Three digits: "0.915", "12.3", "1,235"; without a power of ten from 1e5 FLOPs on."""
+    return f"{flops / 1e9:,.0f}" if flops >= 99.95e9 else f"{flops / 1e9:#.3g}"
 
 
 def saved(base: float, ours: float) -> str:

@@ -48,6 +48,16 @@ def test_images_lie_among_videos_in_any_order():
     torch.testing.assert_close(outputs.logits[0], expected.logits, **CLOSE)
 
 
+def test_flash_attention_behind_a_cache_is_refused():
+    """It would take gaps in the positions of a pruned video for ends of samples, and see keys of the last one alone."""
+    model, first, second = tiny_model(), sample([5]), sample([2, Video(3), 4])
+    cache = model(**first, use_cache=True).past_key_values
+    model.config.text_config._attn_implementation = "flash_attention_2"
+    second["attention_mask"] = torch.ones(1, 5 + second["input_ids"].shape[1], dtype=torch.long)
+    with pytest.raises(ValueError, match="'flash_attention_2' of the text model cannot read a pruned video behind"):
+        model(**second, past_key_values=cache, pruning_ratio=0.5)
+
+
 def test_inputs_that_do_not_fit_are_refused():
     model, inputs = tiny_model(), sample(MIXED)
     pixels, grids = inputs["pixel_values_videos"], inputs["video_grids"]

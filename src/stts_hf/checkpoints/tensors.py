@@ -63,7 +63,9 @@ def open_safetensors(folder: Path) -> dict[str, StoredTensor]:
             with safe_open(path, "pt") as file:
                 for name in file.keys():  # noqa: SIM118
                     if name in tensors:
-                        raise ValueError(f"{path} holds `{name}`, as a file beside it: keep one checkpoint's files.")
+                        raise ValueError(
+                            f"{path} and a file beside it both hold `{name}`: keep one checkpoint's files."
+                        )
                     part = file.get_slice(name)
                     code = part.get_dtype()
                     read = partial(_read, path, name)

@@ -208,7 +208,9 @@ def join_vision(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
             patches = [vision[_POOLING[key]].shape[0] * vision[_POOLING[key]].shape[1] for vision in holders]
             starts = itertools.accumulate(patches[:-1], initial=0)
             found = [torch.where(p >= 0, p + start, p) for p, start in zip(found, starts, strict=True)]
-        joined[key] = torch.cat(found)
+        # Tiles of images, (1, tiles, ...), become those of one row, since rows may have other numbers of them.
+        tiled = key in ("pixel_values", "pixel_attention_mask") and holders[0]["pixel_values"].dim() == 5
+        joined[key] = torch.cat(found, dim=1 if tiled else 0)
         if key in _FLOATS:
             joined[key] = joined[key].tolist()
     return joined

