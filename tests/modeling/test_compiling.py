@@ -18,6 +18,7 @@ from tests.modeling.reference import assert_gradients_equal, gradients
 from tests.tiny import Part, Video, build_inputs, image_inputs, tiny_config, tiny_model
 from tests.version_marks import since_torch_2_14
 
+pytestmark = pytest.mark.slow  # a minute of compilation
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
 
 

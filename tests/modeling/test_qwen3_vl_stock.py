@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from stts_hf.modeling.modeling_stts_qwen3_vl import STTSQwen3VLForConditionalGeneration
-from tests.modeling.test_rooms import CORE
 from tests.tiny_qwen3_vl import (
     Image,
     Video,
@@ -39,12 +38,13 @@ def test_any_taps_are_stocks(taps, part):
         torch.testing.assert_close(model(**inputs).logits, theirs, atol=1e-6, rtol=0)
 
 
-def test_what_is_saved_is_what_is_loaded_and_no_file_is_molmo2s(tmp_path):
+def test_what_is_saved_is_what_is_loaded_and_no_file_is_molmo2s(hub_configs, tmp_path):
     model = tiny_model(tiny_config(pruning_ratio=0.3, selector="cosine", model_overrides={"temporal_loss_weight": 0.5}))
     model.save_pretrained(tmp_path / "once")
     files = {file.name for file in (tmp_path / "once").iterdir()}
-    own = {f"{room}_stts_qwen3_vl.py" for room in ("configuration", "vision", "modeling")}
-    assert {name for name in files if name.endswith(".py")} == {f"{room}_stts.py" for room in CORE} | own
+    code = {name for name in files if name.endswith(".py")}
+    assert code == {link.name for link in (hub_configs / "stts-qwen3-vl-tiny").glob("*.py")}
+    assert not code & {"vision_stts.py", "modeling_stts.py", "raster_tower_stts.py", "causal_stts.py"}
     again = STTSQwen3VLForConditionalGeneration.from_pretrained(tmp_path / "once")
     assert again.config.temporal_loss_weight == 0.5
     assert again.config.vision_config.selector == "cosine"

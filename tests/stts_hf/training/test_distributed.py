@@ -303,6 +303,7 @@ LAYERS = {
     "qwen3_vl_moe": "Qwen3VLMoeTextDecoderLayer",
     "qwen3_5": "Qwen3_5DecoderLayer",
     "qwen3_5_moe": "Qwen3_5MoeDecoderLayer",
+    "smolvlm": "LlamaDecoderLayer",
 }
 ALL = [*BACKBONES, *MIXTURES, *HYBRIDS, *HYBRID_MIXTURES]
 
@@ -332,6 +333,7 @@ def test_fsdp_units_inside_the_vision_tower_are_refused(backbone):
         "qwen3_vl_moe": "STTSQwen3VLVisionBlock",
         "qwen3_5": "STTSQwen3VLVisionBlock",
         "qwen3_5_moe": "Qwen3VLVisionPatchMerger",
+        "smolvlm": "STTSSmolVLMEncoderLayer",
     }
     names = [LAYERS[backbone.name], units[backbone.name]]
     with pytest.raises(ValueError, match=f"{names[0]} alone, not {', '.join(names)}: "):
