@@ -331,7 +331,7 @@ BAD_CALLS: list[tuple[dict[str, Any], str]] = [
     ({"video_token_budget": True}, "`video_token_budget` is True, but must be a positive int"),
     ({"video_token_budget": 20.0}, "`video_token_budget` is 20.0, but must be a positive int"),
     ({"video_token_budget": [50, 50]}, "`video_token_budget` holds 2 budgets, but the call has 3 videos"),
-    ({"score_threshold": 0.5, "block_scores": torch.zeros(81)}, "with `block_scores` `pruning_ratio` is needed"),
+    ({"score_threshold": 0.5, "block_scores": torch.zeros(81)}, "`block_scores` came with `score_threshold`"),
     ({"video_token_budget": [50, None, 50]}, "`video_token_budget` is None, but must be a positive int"),
 ]
 

@@ -34,8 +34,8 @@ def compile_layers(model, **options) -> None:
     """As docs/behaviour.md says it."""
     for name, part in model.model.parts.items():
         if part in ("vision_tower", "language_model"):
-            children = model.model.get_submodule(name).children()
-            for layer in next(child for child in children if isinstance(child, torch.nn.ModuleList)):
+            modules = model.model.get_submodule(name).modules()
+            for layer in next(module for module in modules if isinstance(module, torch.nn.ModuleList)):
                 layer.compile(fullgraph=True, **options)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from transformers import SmolVLMProcessor
 from transformers.image_utils import load_image
 
 from stts_hf import RowError, STTSDataCollator
@@ -61,6 +62,8 @@ def test_seconds_per_tubelet_are_no_tensor(rows):
     ],
 )
 def test_batches_equal_the_processors_own(any_processor, rows, names, side):
+    if isinstance(any_processor, SmolVLMProcessor):
+        pytest.skip("it takes images by row and pads their tiles; test_smolvlm_processing.py compares answers")
     batch = STTSDataCollator(any_processor, padding_side=side)([rows[name] for name in names])
     labels = batch.pop("labels")
     samples = [read_row(rows[name]) for name in names]

@@ -14,6 +14,8 @@ from tests.stts_hf.training.runs import logged, trainer
 
 FRAMES, STEPS, CLIPS, HELD_OUT = 8, 140, 3, 8  # frames a clip, optimizer steps, clips a step, clips to measure on
 
+FLAT = [backbone for backbone in BACKBONES if backbone.name != "smolvlm"]  # whose pixels are rows of patches
+
 
 class MovingClips(Dataset):
     """Clips of a wave of light from block to block, in each clip with a length and speed of its own."""
@@ -83,7 +85,7 @@ def held_out_correlation(backbone, model, monkeypatch) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
+@pytest.mark.parametrize("backbone", FLAT, ids=lambda backbone: backbone.name)
 def test_the_temporal_loss_teaches_scores_what_is_redundant(backbone, tmp_path, monkeypatch):
     rates = {"scorer": 3e-3, "language_model": 1e-3, "vision_tower": 1e-5, "connector": 1e-4}
     sizes: dict[str, Any] = {"max_steps": STEPS, "gradient_accumulation_steps": CLIPS, "logging_steps": 10}
