@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stts_hf.cli.checkpoint_options import TINY, about_scorer, load_weights, open_checkpoint
-from stts_hf.cli.errors import need_extras, refused
+from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import add_model_options, count, positive, processing
 from stts_hf.cli.progress import note
 
@@ -38,6 +38,8 @@ def execute(arguments: argparse.Namespace) -> None:
     need_extras("The page needs more packages", "demo", module="gradio")
     check_address(arguments.host, arguments.port)
     predictor = open_checkpoint(arguments)
+    if predictor.rule.budget is not None and predictor.rule.threshold is None:
+        raise CommandError("--video-token-budget has no slider on the page: pass --score-threshold with it")
     from stts_hf.demo import serving
     from stts_hf.demo.held_clips import Limits
     from stts_hf.inference.assistant import VideoAssistant

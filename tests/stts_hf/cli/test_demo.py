@@ -45,6 +45,12 @@ def test_without_gradio_it_says_what_to_install(monkeypatch, capsys):
     assert "pip install 'stts-hf[demo]'" in capsys.readouterr().err
 
 
+def test_a_budget_that_no_slider_shows_is_refused(capsys):
+    pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
+    assert main(["demo", "--checkpoint", str(TINY), "--port", "0", "--video-token-budget", "64"]) == 2
+    assert "--video-token-budget has no slider on the page: pass --score-threshold" in capsys.readouterr().err
+
+
 def test_a_port_that_is_taken_is_refused(capsys, monkeypatch):
     pytest.importorskip("gradio", reason=WITHOUT_GRADIO)
     with socket.socket() as taken:
