@@ -338,8 +338,7 @@ class PruningBackbone(PreTrainedModel):
         sequence = KeptSequence.whole(*tokens.shape, tokens.device)
         if drops:
             sequence = rows.gather(keeps, tokens.padding_mask, num_dropped, call.pruned_length)
-        filler_id = getattr(self.config.text_config, "pad_token_id", None) or 0
-        left = gather_tokens(tokens, sequence, past_mask, filler_id)
+        left = gather_tokens(tokens, sequence, past_mask)
         record = self.record_pruned(cached, tokens, sequence, left, drops)
         pruned = PrunedInputs(left, sequence.kept_indices, record, video, images)
         if video is not None:
@@ -402,17 +401,17 @@ class PruningBackbone(PreTrainedModel):
         return cached.hide(past_mask), past_mask, new
 
 
-def gather_tokens(tokens: Tokens, sequence: KeptSequence, past_mask: torch.Tensor, filler_id: int) -> Tokens:
+def gather_tokens(tokens: Tokens, sequence: KeptSequence, past_mask: torch.Tensor) -> Tokens:
     """The new tokens' arguments on what is left, (B, L'); the mask covers cached columns too, (B, columns + L')."""
 
-    def take(tensor: torch.Tensor | None, filler: float) -> torch.Tensor | None:
-        return None if tensor is None else sequence.take(tensor, filler)
+    def take(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else sequence.take(tensor, 0)  # any id will do for filler, which is masked
 
     assert tokens.position_ids is not None  # set by `prune`
     return Tokens(
-        input_ids=take(tokens.input_ids, filler_id),
+        input_ids=take(tokens.input_ids),
         attention_mask=torch.cat([past_mask, sequence.take_mask(tokens.padding_mask)], dim=-1),
         position_ids=sequence.take_position_ids(tokens.position_ids),
-        mm_token_type_ids=take(tokens.mm_token_type_ids, 0),
-        sample_ids=take(tokens.sample_ids, 0),
+        mm_token_type_ids=take(tokens.mm_token_type_ids),
+        sample_ids=take(tokens.sample_ids),
     )

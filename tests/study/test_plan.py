@@ -132,7 +132,7 @@ def test_a_plan_writes_nothing(tmp_path, base, dataset, capsys):
     assert main(["run", str(tmp_path / "study"), *options]) == 0
     printed = capsys.readouterr()
     assert "none-layer2-seed7" in printed.out
-    assert "take about 4.5 hours with --workers 1" in printed.err
+    assert "take about 5.0 hours with --workers 1" in printed.err
     assert not (tmp_path / "study").exists()
 
 
