@@ -45,8 +45,8 @@ class RasterPlan(PruningPlan):
             if rows * cols * window_size < num_patches:
                 raise ValueError(
                     f"`video_grids` has {rows} x {cols} blocks of {window_size} patches, too few for the {num_patches} "
-                    "patches of a frame. On Molmo2, the video processor's `size`, `patch_size` and `pooling_size` must "
-                    "be those of `vision_config`; elsewhere, blocks must cover a frame without a rest."
+                    "patches of a frame. The video processor's `size`, `patch_size` and block size must be those of "
+                    "`vision_config`, and blocks must cover a frame without a rest."
                 )
 
 

@@ -40,7 +40,7 @@ def test_shards_of_another_checkpoint(folders, tmp_path):
     source = copytree(folders / "shards", tmp_path / "source")
     first, second = sorted(source.glob("model-*.safetensors"))[:2]
     first.write_bytes(second.read_bytes())
-    refuse(source, "as a file beside it")
+    refuse(source, "and a file beside it both hold")
 
 
 def test_a_chat_template_that_would_be_written_outside_the_folder(folders, tmp_path):
