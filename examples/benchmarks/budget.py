@@ -4,11 +4,10 @@ import time
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import take_turns
-from stts_hf.benchmark.meters import TOTAL, peak_memory
+from stts_hf.benchmark.meters import TOTAL, FlopClock, peak_memory
 from stts_hf.benchmark.models import build_models
 from stts_hf.benchmark.presets import Workload
 
@@ -63,9 +62,10 @@ def measure_mixture(workload: Workload, repeats: int) -> dict[str, Any]:
             read(video, **rule)
 
     def warm_up(variant: dict[str, Any]) -> None:
-        with FlopCounterMode(display=False) as counter:
+        clock = FlopClock()
+        with clock.counter:
             _, variant["peak_memory"] = peak_memory(lambda: read_all(variant), torch.device("cpu"))
-        variant["stages"][TOTAL] = {"flops": counter.get_total_flops(), "seconds": []}
+        variant["stages"][TOTAL] = {"flops": clock.read(), "seconds": []}
 
     def run(variant: dict[str, Any]) -> None:
         started = time.perf_counter()

@@ -4,11 +4,10 @@ import time
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner, take_turns
-from stts_hf.benchmark.meters import FORMULAS, LANGUAGE_MODEL, TOTAL, Clock, FlopClock, peak_memory
+from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, Clock, FlopClock, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 
@@ -41,26 +40,22 @@ def measure_shortened(workload: Workload, repeats: int) -> dict[str, Any]:
         states = stock.model.language_model(inputs_embeds=torch.randn(1, length, width), use_cache=True)
         stock.lm_head(states.last_hidden_state[:, -1:])
 
+    def measure(variant: dict[str, Any], clock: Clock) -> dict[str, float]:
+        """What each stage takes, by a clock."""
+        if not variant.get("alone"):
+            return runner.run(variant["pruning_ratio"], clock)
+        started = clock.read()
+        read_text(variant["tokens"])
+        return dict.fromkeys((LANGUAGE_MODEL, TOTAL), clock.read() - started)
+
     def run(variant: dict[str, Any]) -> None:
-        if variant.get("alone"):
-            started = time.process_time()
-            read_text(variant["tokens"])
-            taken = dict.fromkeys((LANGUAGE_MODEL, TOTAL), time.process_time() - started)
-        else:
-            taken = runner.run(variant["pruning_ratio"], ProcessorClock(device))
-        for stage, seconds in taken.items():
+        for stage, seconds in measure(variant, ProcessorClock(device)).items():
             variant["stages"][stage]["seconds"].append(seconds)
 
     def warm_up(variant: dict[str, Any]) -> None:
-        if variant.get("alone"):
-            with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
-                _, variant["peak_memory"] = peak_memory(lambda: read_text(variant["tokens"]), device)
-            flops = dict.fromkeys((LANGUAGE_MODEL, TOTAL), counter.get_total_flops())
-        else:
-            clock = FlopClock()
-            with clock.counter:
-                call = lambda: runner.run(variant["pruning_ratio"], clock)  # noqa: E731
-                flops, variant["peak_memory"] = peak_memory(call, device)
+        clock = FlopClock()
+        with clock.counter:
+            flops, variant["peak_memory"] = peak_memory(lambda: measure(variant, clock), device)
         variant["stages"] = {stage: {"flops": count, "seconds": []} for stage, count in flops.items()}
 
     title = f"{workload.title}, processor time, beside stock on the tokens that are left"
