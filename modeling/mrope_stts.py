@@ -25,8 +25,8 @@ class MropeBackbone(PruningBackbone):
     """
     Mixin for the model without a head. `visual` is its tower, which is called with pixels and a `PruningPlan`.
 
-    tower, text_class: classes of `visual` and of `language_model`. run_per_frame: whether
-    each frame of a video has a run of placeholders in the text, or all have one together.
+    tower, text_class: classes of `visual` and of `language_model`. run_per_frame: whether each frame of a video has a
+    run of placeholders in the text, or all have one together.
     """
 
     tower: ClassVar[Any]

@@ -51,7 +51,7 @@ class RasterPlan(PruningPlan):
 
 
 class RasterSpanLayer(SpanLayer):
-    """`SpanLayer` with projections of its own for queries, keys and values, and positions in the embeddings alone."""
+    """`SpanLayer` with separate projections of queries, keys and values; only the embeddings hold positions."""
 
     names = ("layer_norm1", "self_attn", "o_proj", "layer_norm2")
     self_attn: Any

@@ -27,7 +27,7 @@ class RecurrentBackbone(MropeBackbone):
         if call.packed_rows:
             raise ValueError(
                 "`position_ids` start over (`packed_rows`): a row holds several samples, but "
-                f"{self.refuses_packed_rows}. Pass each sample as a row of its own."
+                f"{self.refuses_packed_rows}. Pass one sample per row."
             )
         if call.cache is not None and not any(getattr(call.cache, "is_linear", ())):
             raise ValueError(
@@ -41,8 +41,8 @@ class RecurrentBackbone(MropeBackbone):
     def native_forward(self, **arguments: Any) -> Any:
         """
         As in `MropeBackbone`. Rows that end in padding leave no cache. In training mode a call leaves one only if it
-        asks for it or is given one; otherwise it does not read the mask. Raises
-        `ValueError` where a cache would hold filler behind tokens.
+        asks for it or is given one; otherwise it does not read the mask. Raises `ValueError` where a cache
+        would hold filler behind tokens.
         """
         embeddings = arguments.get("inputs_embeds")
         given: Any = arguments.get("input_ids") if embeddings is None else embeddings

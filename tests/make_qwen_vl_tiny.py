@@ -10,7 +10,7 @@ Every part is there, deepstack taps before and after the pruning layer, and wind
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,20 @@ def build_processor(chat_template: str, family: str = "qwen3_vl") -> Any:
     )
 
 
+def text_settings(tokenizer: PreTrainedTokenizerFast, vision_tokens: Sequence[str]) -> dict[str, Any]:
+    """Of a text model of 4 layers of width 96, for the tokenizer's text and these vision tokens."""
+    return {
+        "vocab_size": VOCAB_SIZE + len(vision_tokens),
+        "hidden_size": 96,
+        "intermediate_size": 192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        # Else `Trainer` warns that those of the tokenizer are new.
+        **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+    }
+
+
 def build_config(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3_vl") -> Any:
     """Returns a configuration of about a million parameters: 7 or 9 ViT layers of width 64, 4 text layers of 96."""
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in VISION_TOKENS}
@@ -158,19 +172,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast, family: str = "qwen3_vl") -
         "patch_size": PATCH_SIZE,
         "out_hidden_size": 96,
     }
-    text = {
-        "vocab_size": VOCAB_SIZE + len(VISION_TOKENS),
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        # Else `Trainer` warns that those of the tokenizer are new.
-        **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
     return FAMILIES[family].config(
         vision_config=vision | dict(FAMILIES[family].vision),
-        text_config=text | dict(FAMILIES[family].text),
+        text_config=text_settings(tokenizer, VISION_TOKENS) | dict(FAMILIES[family].text),
         vision_start_token_id=ids["<|vision_start|>"],
         vision_end_token_id=ids["<|vision_end|>"],
         image_token_id=ids["<|image_pad|>"],

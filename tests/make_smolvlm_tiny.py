@@ -13,13 +13,14 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, SmolVLMImageProcessor
 
 from examples.study import tiny_model
-from examples.study.tiny_model import VOCAB_SIZE, save_into, texts
+from examples.study.tiny_model import save_into, texts
 from stts_hf import (
     STTSSmolVLMConfig,
     STTSSmolVLMForConditionalGeneration,
     STTSSmolVLMProcessor,
     STTSSmolVLMVideoProcessor,
 )
+from tests.make_qwen_vl_tiny import text_settings
 
 TILES = tuple(f"<row_{row}_col_{col}>" for row in range(1, 4) for col in range(1, 4))
 VISION_TOKENS = ("<image>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *TILES)
@@ -56,20 +57,9 @@ def build_config(tokenizer: PreTrainedTokenizerFast) -> STTSSmolVLMConfig:
         "image_size": SIDE,
         "patch_size": PATCH_SIZE,
     }
-    text = {
-        "model_type": "llama",
-        "vocab_size": VOCAB_SIZE + len(VISION_TOKENS),
-        "hidden_size": 96,
-        "intermediate_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        # Else `Trainer` warns that those of the tokenizer are new.
-        **{name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
-    }
     return STTSSmolVLMConfig(
         vision_config=vision,
-        text_config=text,
+        text_config={"model_type": "llama", **text_settings(tokenizer, VISION_TOKENS)},
         scale_factor=BLOCK_SIDE,
         image_token_id=tokenizer.get_vocab()["<image>"],
         tie_word_embeddings=True,

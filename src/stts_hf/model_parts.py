@@ -3,8 +3,10 @@
 import copy
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from stts_hf.selectors import SELECTORS
@@ -24,6 +26,13 @@ def find_backbone(model: nn.Module) -> tuple[str, Any]:
         if hasattr(type(module), "parts"):  # that of remote code is no subclass of this package's `PruningBackbone`
             return name, module
     raise ValueError(f"`model` is a {type(model).__name__}; it must be an STTS model, alone or inside a PEFT model.")
+
+
+def video_placeholders(backbone: Any, batch: Mapping[str, Any]) -> torch.Tensor:
+    """Which tokens (B, L) of a batch stand for blocks of videos."""
+    placeholders: torch.Tensor
+    placeholders, _ = backbone.find_placeholders(batch["input_ids"], batch.keys(), batch.get("mm_token_type_ids"))
+    return placeholders
 
 
 def modules_of(model: nn.Module, part: str) -> dict[str, Any]:

@@ -85,8 +85,8 @@ def print_times(costs: Mapping[str, Cost], num_parameters: int) -> None:
     for name, cost in costs.items():
         cells = f"{cost.tokens:>16,}{cost.cache_bytes / 1024:>14,.0f}"
         for column, flops in cost.flops.items():
-            beside = "" if cost is stock else f" ({saved(stock.flops[column], flops)})".removesuffix(" ()")
-            cells += f"{gigaflop(flops) + beside:>28}"
+            less = "" if cost is stock else saved(stock.flops[column], flops)
+            cells += f"{gigaflop(flops) + (f' ({less})' if less else ''):>28}"
         print(f"{name:<22}{cells}")
     print(f"\n{'median, ms (spread)':<22}" + "".join(f"{column:>36}" for column in COLUMNS))
     for name, cost in costs.items():

@@ -165,6 +165,11 @@ def trained_parts(model: nn.Module) -> set[str]:
     return {parts[name] for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def learns_answers(config: Any, arguments: STTSTrainingArguments) -> bool:
+    """Whether a run fits the scorer to answers, for which it measures masks: by its target, unless it is frozen."""
+    return config.scorer_target == "answers" and SCORER not in (arguments.freeze or ())
+
+
 def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
     """Turns off gradients of frozen parts. Raises `ValueError` for what does not fit the model."""
     keys = parts_of(model)

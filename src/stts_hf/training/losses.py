@@ -16,6 +16,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
 
+from stts_hf.model_parts import video_placeholders
 from stts_hf.modeling.outputs_stts import PruningOutput
 from stts_hf.modeling.pruning_stts import PruningBackbone
 from stts_hf.modeling.sequence_stts import find_samples, token_order
@@ -54,8 +55,7 @@ def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool
         blocks = ((grids[:, 0] - 1) * (grids[:, 1] // side) * (grids[:, 2] // side)).sum()
     rows, ids, given = torch.zeros_like(blocks), batch.get("input_ids"), batch.get("labels")
     if grids is not None and ids is not None and given is not None:
-        videos, _ = backbone.find_placeholders(ids, batch.keys(), batch.get("mm_token_type_ids"))
-        rows = (videos.any(-1) & (given != -100).any(-1)).sum()
+        rows = (video_placeholders(backbone, batch).any(-1) & (given != -100).any(-1)).sum()
     return torch.stack([labels.to(blocks.device), blocks, rows.to(blocks.device)]).float()
 
 

@@ -22,9 +22,9 @@ from stts_hf.checkpoints.push import PushRefused, refusals
 from stts_hf.data.rows import ANSWER
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.keeping import in_words
-from stts_hf.model_parts import PARTS, SCORER
+from stts_hf.model_parts import PARTS
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
-from stts_hf.training.arguments import ADAPTER, DEPLOYED_RATIOS, rate_keys
+from stts_hf.training.arguments import ADAPTER, DEPLOYED_RATIOS, learns_answers, rate_keys
 from stts_hf.training.build import (
     TrainingSetup,
     adapt,
@@ -123,7 +123,7 @@ def describe_training(run: TrainingSetup, model: PreTrainedModel) -> dict[str, s
         f"temporal loss x {run.model_config.temporal_loss_weight:g}",
     }
     low, high = (percent(ratio) for ratio in arguments.pruning_ratio_range or DEPLOYED_RATIOS)
-    if run.model_config.scorer_target == "answers" and SCORER not in (arguments.freeze or ()):
+    if learns_answers(run.model_config, arguments):
         often = f"{arguments.mask_rounds} times" if arguments.scorer_only else "in every step"
         lines["target"] = (
             f"what blocks are worth to the answers, from {arguments.num_masks} masks a row, drawn {often}, that "

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stts_hf.model_parts import SCORER, find_backbone, module_of
+from stts_hf.model_parts import SCORER, find_backbone, module_of, video_placeholders
 from stts_hf.modeling.plan_stts import TowerCache, assign_to_rows
 from stts_hf.modeling.pruning_stts import PruningOutput
 
@@ -70,8 +70,7 @@ def score_videos(
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True, tower_cache=cache)
     if states is not None and cache is not None and is_new:
         sizes = [scores.numel() for scores in found.token_scores]
-        types = batch.get("mm_token_type_ids")
-        placeholders = backbone.find_placeholders(batch["input_ids"], batch.keys(), types)[0].sum(-1).tolist()
+        placeholders = video_placeholders(backbone, batch).sum(-1).tolist()
         states.write(keys, assign_to_rows("video", placeholders, sizes), cache, sizes)
     nothing = found.token_scores[0].new_zeros(())
     return ScoringOutput(task_loss=nothing, temporal_loss=found.temporal_loss, token_scores=found.token_scores)

@@ -18,8 +18,14 @@ from stts_hf.checkpoints.families import OWN
 from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
 from stts_hf.data.sample_packing import PackedDataset
-from stts_hf.model_parts import SCORER, VISION_TOWER, find_backbone
-from stts_hf.training.arguments import STTSTrainingArguments, prepare_parts, split_groups, trained_parts
+from stts_hf.model_parts import VISION_TOWER, find_backbone
+from stts_hf.training.arguments import (
+    STTSTrainingArguments,
+    learns_answers,
+    prepare_parts,
+    split_groups,
+    trained_parts,
+)
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distributed import (
     check_batches_agree,
@@ -106,8 +112,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         why = OWN[model_type].model.backbone.refuses_packed_rows
         if why and any(isinstance(rows, PackedDataset) for rows in (self.train_dataset, self.eval_dataset)):
             raise ValueError(f"A `PackedDataset` puts several samples into a row, but {why}. Pass its rows unpacked.")
-        learns_answers = model.config.scorer_target == "answers" and SCORER not in (self.args.freeze or ())
-        if (self.args.scorer_only or learns_answers) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+        measures_masks = learns_answers(model.config, self.args)
+        if (self.args.scorer_only or measures_masks) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             setting = "`scorer_only` is true" if self.args.scorer_only else "`scorer_target` is 'answers'"
             raise ValueError(
                 f"{setting}, but FSDP or DeepSpeed would shard the model, which the scorer's loss runs by itself. Use "
@@ -116,7 +122,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         prepare_parts(model, self.args)
         self.states = StateCache(self.args.state_cache_gb) if self.args.state_cache_gb else None
         self.answers: AnswersTarget | None = None
-        if learns_answers:
+        if measures_masks:
             if model.config.worth_unit is None and self.args.world_size > 1:
                 raise ValueError(
                     "`worth_unit` is None, but each of several processes would measure another. Set it, such as "

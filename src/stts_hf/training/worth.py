@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from stts_hf.model_parts import SCORER, find_backbone, parts_of
+from stts_hf.model_parts import SCORER, find_backbone, parts_of, video_placeholders
 from stts_hf.modeling.plan_stts import assign_to_rows
 from stts_hf.modeling.scoring_stts import block_worth, num_kept_blocks, temporal_similarity
 from stts_hf.training.answer_loss import AnswerLoss
@@ -71,8 +71,7 @@ def measure(
     loss = AnswerLoss(model, batch, kind)
     shapes = [(scores.shape[0], scores.shape[1]) for scores in loss.whole.token_scores]  # (T, n)
     sizes = [frames * number for frames, number in shapes]
-    placeholders = loss.backbone.find_placeholders(batch["input_ids"], batch.keys(), batch.get("mm_token_type_ids"))[0]
-    rows = assign_to_rows("video", placeholders.sum(-1).tolist(), sizes)
+    rows = assign_to_rows("video", video_placeholders(loss.backbone, batch).sum(-1).tolist(), sizes)
     if on_policy:
         values = torch.logit(torch.cat([scores.flatten() for scores in loss.whole.token_scores]), eps=1e-6)
     else:
