@@ -1,7 +1,6 @@
 """Words that several rooms use: shares, which people write in three ways, and what a misspelt name may have meant."""
 
 import argparse
-import statistics
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -27,6 +26,8 @@ def share(text: str) -> float:
 
 def spread(rounds: Sequence[float], digits: int = 1) -> str:
     """Median of rounds, with the lowest and the highest of several: "12.3 (11.9-13.0)"."""
+    import statistics  # help does not need it
+
     low, median, high = (f"{of(rounds):.{digits}f}" for of in (min, statistics.median, max))
     return median if len(rounds) < 2 else f"{median} ({low}-{high})"
 
@@ -43,6 +44,8 @@ def saved(base: float, ours: float) -> str:
 
 def speed(base: Sequence[float], ours: Sequence[float]) -> str:
     """How many times as fast as `base`, by medians: "1.52x"; "rounds disagree" where not every round says which is."""
+    import statistics  # help does not need it
+
     if not all(ours):
         return ""
     ratios = [one / other for one, other in zip(base, ours, strict=True)]
