@@ -2,21 +2,30 @@
 
 A recurrent layer keeps a state instead of keys and values. What it has read stays in the state: masked filler between
 tokens changes it, cached columns can be neither hidden nor cut off, and samples of a row cannot be told apart. So
-filler stands in front of a row alone, and whatever would need something else is refused.
+filler stands in front of a row alone, and whatever would need something else is refused. Only the kernels of two
+packages, on a GPU, begin a sample of a packed row with a new state.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from transformers.utils.import_utils import is_causal_conv1d_available, is_flash_linear_attention_available
 
 from .mrope_stts import MropeBackbone
-from .pruning_stts import Call
+from .pruning_stts import Call, PrunedInputs
+
+HAS_KERNELS = is_flash_linear_attention_available() and is_causal_conv1d_available()
 
 
 class RecurrentBackbone(MropeBackbone):
     """Mixin for the model without a head."""
 
-    refuses_packed_rows = "recurrent layers would carry the state of one sample into the next"
+    refuses_packed_rows: ClassVar[str | None] = (
+        None
+        if HAS_KERNELS
+        else "recurrent layers would carry the state of one sample into the next without the kernels of "
+        "`flash-linear-attention` and `causal-conv1d`, which need a GPU"
+    )
 
     def read_call(self, call: Call, kwargs: dict[str, Any]) -> None:
         """
@@ -24,10 +33,13 @@ class RecurrentBackbone(MropeBackbone):
         the left. Raises `ValueError` for packed rows, and for a cache that was made for other layers.
         """
         super().read_call(call, kwargs)
-        if call.packed_rows:
+        why = self.refuses_packed_rows
+        if why is None and call.tokens.shape[0] > 1:
+            why = f"the kernels of recurrent layers take one such row a call, not {call.tokens.shape[0]}"
+        if call.packed_rows and why:
             raise ValueError(
-                "`position_ids` start over (`packed_rows`): a row holds several samples, but "
-                f"{self.refuses_packed_rows}. Pass one sample per row."
+                f"`position_ids` start over (`packed_rows`): a row holds several samples, but {why}. Pass one sample "
+                "per row."
             )
         if call.cache is not None and not any(getattr(call.cache, "is_linear", ())):
             raise ValueError(
@@ -37,6 +49,16 @@ class RecurrentBackbone(MropeBackbone):
         mask, fills = call.tokens.padding_mask, call.cache is not None or kwargs.get("use_cache")
         if fills and call.vision and mask is not None:
             call.pads_left = not bool(mask[:, -1].all())
+
+    def merge(self, call: Call, pruned: PrunedInputs) -> dict[str, Any]:
+        """As in `MropeBackbone`; of a packed row also where its samples begin, as the kernels take it."""
+        arguments = super().merge(call, pruned)
+        if not call.packed_rows:
+            return arguments
+        starts = arguments["position_ids"][0] == 0  # (1, L')
+        ends = starts.new_ones(1, 1)  # of the last sample
+        borders = torch.cat([starts, ends], -1)[0].nonzero()[:, 0]
+        return arguments | {"cu_seq_lens_q": borders.int(), "seq_idx": (starts.cumsum(-1) - 1).int()}
 
     def native_forward(self, **arguments: Any) -> Any:
         """

@@ -33,6 +33,7 @@ from stts_hf.benchmark.presets import Workload
 from stts_hf.errors import in_halves
 from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, modules_of
 from stts_hf.modeling import attention_stts, tower_stts
+from stts_hf.modeling.recurrent_stts import RecurrentBackbone
 
 from .checks import Check, compute_exactly, describe, relative_error, run_checks
 from .options import parse
@@ -45,6 +46,7 @@ WORKLOADS = {
     "tiny": {"molmo2": TINY, "qwen3_vl": replace(TINY, geometry="qwen3-vl-tiny", frames=8)},
     "full": {"molmo2": FULL, "qwen3_vl": replace(TINY, geometry="qwen3-vl-small-long", frames=16)},
 }
+RECURRENT = replace(TINY, geometry="qwen3-5-small", frames=8)
 EMPTY = 2  # the frame that loses every block
 NEW_TOKENS = 8
 M_MMAP_THRESHOLD = -3  # of glibc
@@ -142,8 +144,9 @@ def train_errors(
     dtype: torch.dtype,
     change: Callable[[Any], Any] = no_change,
     with_gradients: bool = True,
+    arrange: Callable[[dict[str, Any]], dict[str, Any]] = dict,
 ) -> tuple[float, float | None]:
-    """Of logits, and of all gradients together, of a model that `change` has changed in place."""
+    """Of logits, and of all gradients together, of a model that `change` has changed in place, on arranged inputs."""
     with dropping(reference, CPU):
         logits, gradients = reference.computed
     model, inputs = reference.on(device, dtype)
@@ -152,11 +155,11 @@ def train_errors(
         if not with_gradients:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
                 return relative_error(model(**inputs, use_cache=False).logits, logits), None
-        found, of_found = compute(model, inputs)
+        found, of_found = compute(model, arrange(inputs))
     if gradients.keys() != of_found.keys():
         raise AssertionError(f"other weights have gradients: {sorted(gradients.keys() ^ of_found.keys())[:3]}")
     pairs = [torch.cat([of[name].flatten().cpu().float() for name in gradients]) for of in (of_found, gradients)]
-    return relative_error(found, logits), relative_error(*pairs)
+    return relative_error(found.view_as(logits), logits), relative_error(*pairs)
 
 
 def with_attention(text: str, vision: str, model: Any) -> None:
@@ -323,6 +326,19 @@ def shortage_errors(device: torch.device) -> tuple[float, None]:
     return relative_error(torch.stack(found), torch.stack(list(expected))), None  # type: ignore[arg-type]
 
 
+def in_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The rows of a batch without padding as samples of a single row."""
+    batch, length = inputs.pop("attention_mask").shape
+    rows = {name: inputs[name].view(1, -1) for name in ("input_ids", "mm_token_type_ids", "labels")}
+    return inputs | rows | {"position_ids": torch.arange(length, device=rows["labels"].device).repeat(1, batch)}
+
+
+def packed_errors(device: torch.device) -> tuple[float, float | None]:
+    """Samples in one row of a model with recurrent layers, whose kernels must keep them apart."""
+    reference = make_reference("qwen3_5", RECURRENT)
+    return train_errors(reference, device, torch.bfloat16, arrange=in_one_row)
+
+
 def checks(device: torch.device, size: str) -> Iterator[Check]:
     # First, since on a CPU memory that was freed is there without being asked for.
     yield Check("molmo2: out of memory, halved", torch.float32, partial(shortage_errors, device), (1e-4, 0.0))
@@ -336,6 +352,8 @@ def checks(device: torch.device, size: str) -> Iterator[Check]:
             for dtype in (torch.bfloat16, torch.float32):
                 run = partial(errors_without_sync, reference, device, dtype, what)
                 yield Check(f"{name}: no sync, {what}", dtype, run, (0.0, 0.0))
+    lacks, half = RecurrentBackbone.refuses_packed_rows or "", torch.bfloat16
+    yield Check("qwen3_5: a packed row", half, partial(packed_errors, device), TOLERANCES[half], lacks)
 
 
 def trained(reference: Reference, device: torch.device) -> Iterator[Check]:
