@@ -46,8 +46,8 @@ class STTSSmolVLMModel(CausalBackbone, SmolVLMModel):
         return self.config.scale_factor
 
     def connect(self, features: torch.Tensor) -> torch.Tensor:
-        """As in `CausalBackbone`: native pixel shuffle puts the patches of a block side by side, row by row."""
-        return self.connector.modality_projection(features.flatten(1))
+        """As in `CausalBackbone`: native pixel shuffle makes one token of a block, as of that part of a frame."""
+        return self.connector(features).squeeze(1)
 
     def count_image_tokens(self, vision: dict[str, Any]) -> list[int]:
         """Tokens of each image or tile; native code takes images of zeros for padding and skips them."""

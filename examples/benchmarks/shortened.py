@@ -1,22 +1,14 @@
 """STTS beside the stock language model on as many tokens as STTS leaves: what the drop itself costs."""
 
-import time
 from typing import Any
 
 import torch
 
 from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner, take_turns
-from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, Clock, FlopClock, peak_memory
+from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, Clock, FlopClock, ProcessorClock, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
-
-
-class ProcessorClock(Clock):
-    """Seconds that the processor works for this process: with one thread, what runs beside it does not count."""
-
-    def read(self) -> float:
-        return time.process_time()
 
 
 @torch.no_grad()

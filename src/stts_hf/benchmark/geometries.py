@@ -13,7 +13,9 @@ from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
+from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
+from stts_hf.modeling.video_processing_stts_smolvlm import STTSSmolVLMVideoProcessor
 
 START = 3  # text tokens before the video
 NUM_SPECIAL = 4  # ids at the end of the text vocabulary that random text leaves out
@@ -72,6 +74,28 @@ def _qwen3_vl(
     )
 
 
+def _smolvlm(
+    vision: Sequence[int], pruning_layer: int, text: dict[str, Any], side: int = 512, scale_factor: int = 4
+) -> STTSSmolVLMConfig:
+    """vision: width, layers, heads. side: of a frame in pixels. scale_factor: side of a block in patches."""
+    width, layers, heads = vision
+    return STTSSmolVLMConfig(
+        vision_config={
+            "hidden_size": width,
+            "intermediate_size": 4 * width,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "image_size": side,
+            "patch_size": 16,
+            "pruning_layer": pruning_layer,
+        },
+        text_config={"model_type": "llama", **text},
+        scale_factor=scale_factor,
+        image_token_id=text["vocab_size"] - 1,
+        tie_word_embeddings=True,
+    )
+
+
 def _text(sizes: Sequence[int], vocabulary: int = 13312, head_dim: int = 128) -> dict[str, Any]:
     """sizes: width, MLP, layers, heads, heads of keys."""
     names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -112,6 +136,9 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3-vl-small-long": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _text((640, 2432, 3, 4, 1))),
     "qwen3-vl-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _TEXT_MOE, STTSQwen3VLMoeConfig),
     "qwen3-5-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5, STTSQwen3_5Config),
+    "smolvlm2-tiny": Geometry((3, 3), _smolvlm, (32, 6, 4), 1, _text((48, 96, 3, 4, 2), 512, 16), 96, 2),
+    "smolvlm2-500m": Geometry((8, 8), _smolvlm, (768, 12, 12), 3, _text((960, 2560, 32, 15, 5), 49280, 64)),
+    "smolvlm2-small": Geometry((8, 8), _smolvlm, (384, 6, 6), 1, _text((576, 1536, 12, 9, 3), head_dim=64)),
 }
 
 
@@ -137,6 +164,12 @@ def lay_out(config: Any, grid: tuple[int, int]) -> Layout:
         pixels = {"size": {"height": height, "width": width}, "pooling_size": vision.pooling_size}
         molmo2 = STTSVideoProcessor(patch_size=vision.patch_size, do_sample_frames=False, **pixels)
         return Layout(frame, [1] * len(frame), (height, width), molmo2)
+    if isinstance(config, STTSSmolVLMConfig):
+        frame = [config.image_token_id - 1, *[config.image_token_id] * (rows * cols), config.image_token_id - 1]
+        side, edge = vision.image_size, {"longest_edge": vision.image_size}
+        settings: dict[str, Any] = {"image_seq_len": rows * cols, "size": edge, "max_image_size": edge}
+        smolvlm = STTSSmolVLMVideoProcessor(do_sample_frames=False, **settings)
+        return Layout(frame, [0, *[2] * (rows * cols), 0], (side, side), smolvlm)
     frame = [config.vision_start_token_id, *[config.video_token_id] * (rows * cols), config.vision_end_token_id]
     block = vision.spatial_merge_size * vision.patch_size
     sizes = {"temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.spatial_merge_size}

@@ -20,8 +20,8 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from stts_hf.benchmark import meters
 from stts_hf.benchmark.geometries import GEOMETRIES, workload_inputs
-from stts_hf.benchmark.meters import Clock, StageRecorder
-from stts_hf.benchmark.models import Models, build_models, configure, set_pruning
+from stts_hf.benchmark.meters import Clock, ProcessorClock, StageRecorder
+from stts_hf.benchmark.models import Models, build_models, configure, set_pruning, stock_inputs
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.report import SCHEMA
 from stts_hf.errors import is_out_of_memory
@@ -43,6 +43,8 @@ def check_runnable(preset: Preset, device: torch.device) -> None:
     if preset.needs_gpu and device.type == "cpu":
         raise ValueError(f"preset {preset.name!r} is for a GPU, and --device is cpu: {preset.needs_gpu}")
     for workload in preset.workloads:
+        if workload.clock == "processor" and device.type == "cuda":
+            raise ValueError("--clocks processor does not count a GPU's seconds; leave it out, or use --device cpu")
         needs = ""
         if workload.backend in COUNTED_WITH_SDPA and device.type == "cpu":
             needs = "a GPU"
@@ -127,16 +129,19 @@ class Runner:
 
     def run(self, ratio: float | None, clock: Clock) -> dict[str, float]:
         """One pass at pruning ratio `k`, or by the stock model for None. Returns the clock's reading of each stage."""
-        model, call = (self.stock, {}) if ratio is None else (self.model, {"pruning_ratio": ratio})
+        model, inputs = self.stock, stock_inputs(self.stock, self.inputs)
+        if ratio is not None:
+            model, inputs = self.model, self.inputs | {"pruning_ratio": ratio}
         if self.workload.mode == "training":
-            return self._train(model, call, clock)
+            return self._train(model, inputs, clock)
         with torch.no_grad(), StageRecorder(model, clock) as recorder:
             if self.workload.mode == "tower":
-                videos = {name: self.inputs[name] for name in self.model.model.video_inputs if name in self.inputs}
-                model.model.get_video_features(**videos, **call)
+                names = (*self.model.model.video_inputs, "pixel_values", "pruning_ratio")
+                encode = getattr(model.model, "get_video_features", model.model.get_image_features)
+                encode(**{name: inputs[name] for name in names if name in inputs})
                 cache = None
             else:
-                cache = model(**self.inputs, **call, logits_to_keep=1, use_cache=True).past_key_values
+                cache = model(**inputs, logits_to_keep=1, use_cache=True).past_key_values
         return recorder.stages() | (self._decode(model, cache, clock) if cache else {})
 
     def count_tokens(self, ratio: float) -> int:
@@ -156,11 +161,11 @@ class Runner:
         clock.synchronize()
         return {meters.DECODE_TOKEN: clock.between(start, end) / count}
 
-    def _train(self, model: Any, call: dict[str, float], clock: Clock) -> dict[str, float]:
+    def _train(self, model: Any, inputs: dict[str, Any], clock: Clock) -> dict[str, float]:
         clock.synchronize()
         readings = [clock.read()]
         try:
-            loss = model(**self.inputs, **call, use_cache=False).loss
+            loss = model(**inputs, use_cache=False).loss
             readings.append(clock.read())
             loss.backward()
             readings.append(clock.read())
@@ -229,7 +234,8 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
     def run(variant: Variant) -> None:
         _free_memory(device)
         with _noting_failure(variant, device):
-            for stage, taken in runner.run(variant["pruning_ratio"], Clock(device)).items():
+            clock = (ProcessorClock if workload.clock == "processor" else Clock)(device)
+            for stage, taken in runner.run(variant["pruning_ratio"], clock).items():
                 variant["stages"][stage]["seconds"].append(taken)
 
     take_turns(workload.title, variants, repeats, warm_up, run)

@@ -48,6 +48,13 @@ class Clock:
         return start.elapsed_time(end) / 1000 if self.on_cuda else end - start
 
 
+class ProcessorClock(Clock):
+    """Seconds that the processor works for this process: with one thread, what runs beside it does not count."""
+
+    def read(self) -> float:
+        return time.process_time()
+
+
 def attention_flops(operator: Any) -> Callable[..., int]:
     """FLOPs of an attention kernel, forward or backward; causal attention counts the visible pairs alone."""
     names = [argument.name for argument in operator.default._schema.arguments]  # noqa: SLF001  # PyTorch has no other way

@@ -16,7 +16,7 @@ class Workload:
         "training" (forward, backward, optimiser step). frames: per video. batch: rows, one video each. ratios: pruning
     ratios `k`, each compared with the stock model. backend: `attn_implementation`. text_tokens: per row.
     timestamp_tokens: per frame of the tower. checkpointing: gradient checkpointing, in both models. pruning_layer: `l`;
-    None takes the geometry's.
+    None takes the geometry's. clock: "wall", or "processor" for seconds of the CPU that this process gets.
     """
 
     mode: str
@@ -32,6 +32,7 @@ class Workload:
     checkpointing: bool = False
     selector: str = "scorer"
     pruning_layer: int | None = None
+    clock: str = "wall"
 
     @property
     def title(self) -> str:
@@ -40,6 +41,7 @@ class Workload:
         words += ["gradient checkpointing"] if self.checkpointing and self.mode == "training" else []
         words += [self.selector] if self.selector != Workload.selector else []
         words += [f"l = {self.pruning_layer}"] if self.pruning_layer is not None else []
+        words += [f"{self.clock} time"] if self.clock != Workload.clock else []
         return ", ".join(words)
 
 
@@ -64,6 +66,7 @@ _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_token
 _SMALL = Workload("inference", "molmo2-small", 64, text_tokens=858, timestamp_tokens=3)
 _LONG = Workload("inference", "molmo2-small-long", 256, PRUNED, text_tokens=750, timestamp_tokens=3, checkpointing=True)
 _QWEN_SMALL = Workload("inference", "qwen3-vl-small", 64, (0.3, 0.5, 0.7), timestamp_tokens=1)
+_SMOLVLM = Workload("inference", "smolvlm2-500m", 32, (0.0, 0.5, 0.8), timestamp_tokens=11)
 _PAPER = tuple(
     Workload(mode, "molmo2-4b", frames, ratios, batch, backend, "bfloat16", text, checkpointing=True)
     for mode in ("inference", "training")
@@ -135,6 +138,18 @@ PRESETS = {
             "Qwen3-VL-30B-A3B and Qwen3.5-4B scaled down: prompt. On a CPU, Qwen3.5's recurrence is a Python loop",
             "2 min, 2 GB on 2 CPU cores",
             tuple(replace(_QWEN_SMALL, geometry=name, frames=32) for name in ("qwen3-vl-moe-small", "qwen3-5-small")),
+        ),
+        Preset(
+            "smolvlm",
+            "SmolVLM2-500M with random weights: prompt, 32 frames; with --frames and --ratios, when pruning pays",
+            "25 min of one core, 5 GB",
+            (_SMOLVLM,),
+        ),
+        Preset(
+            "smolvlm-small",
+            "SmolVLM2-500M scaled down, tower and LLM alike: prompt, 16 frames",
+            "2 min of one core, 1 GB",
+            (replace(_SMOLVLM, geometry="smolvlm2-small", frames=16, ratios=(0.3, 0.5, 0.7)),),
         ),
         Preset(
             "scaling",

@@ -31,6 +31,7 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "pruning_layers": ("pruning_layer", {"type": int, "metavar": "L", "help": "ViT layers after which blocks drop"}),
     "backends": ("backend", {"choices": ("sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")}),
     "dtypes": ("dtype", {"choices": ("float32", "bfloat16", "float16")}),
+    "clocks": ("clock", {"choices": ("wall", "processor"), "help": "processor: for one thread on a busy CPU"}),
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from stts_hf.benchmark.geometries import GEOMETRIES
 from stts_hf.benchmark.presets import PRESETS, Workload
 from stts_hf.modeling.configuration_stts import STTSConfig
+from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
 from tests.stts_hf.benchmark import formulas
 
 AFTER = "evs"  # a selector that drops where the tower ends
@@ -16,8 +17,8 @@ AFTER = "evs"  # a selector that drops where the tower ends
 
 def num_frames(workload: Workload) -> int:
     """Of the tower: Qwen3-VL merges two video frames into one."""
-    is_molmo2 = isinstance(GEOMETRIES[workload.geometry].config(), STTSConfig)
-    return workload.frames if is_molmo2 else -(-workload.frames // 2)
+    is_raster = isinstance(GEOMETRIES[workload.geometry].config(), STTSConfig | STTSSmolVLMConfig)
+    return workload.frames if is_raster else -(-workload.frames // 2)
 
 
 def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = None) -> float:
@@ -28,10 +29,11 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
     """
     config: Any = GEOMETRIES[workload.geometry].config()
     vision, blocks, frames = config.vision_config, math.prod(GEOMETRIES[workload.geometry].grid), num_frames(workload)
-    is_molmo2 = isinstance(config, STTSConfig)
-    window = 9 if is_molmo2 else vision.spatial_merge_size**2
-    layers = vision.num_hidden_layers if is_molmo2 else vision.depth
-    heads = vision.num_attention_heads if is_molmo2 else vision.num_heads
+    is_molmo2, is_smolvlm = isinstance(config, STTSConfig), isinstance(config, STTSSmolVLMConfig)
+    is_raster = is_molmo2 or is_smolvlm
+    window = 9 if is_molmo2 else (config.scale_factor if is_smolvlm else vision.spatial_merge_size) ** 2
+    layers = vision.num_hidden_layers if is_raster else vision.depth
+    heads = vision.num_attention_heads if is_raster else vision.num_heads
     patches, width = window * blocks, vision.hidden_size
     everything = frames * patches
     if lengths is None:
@@ -46,6 +48,9 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
         embedding = formulas.patch_embedding(config, everything)
         outside = embedding + formulas.connector_linears(config, kept // window)
         pooling = formulas.connector_attention(config, kept // window)
+    elif is_smolvlm:
+        embedding = formulas.patch_embedding(config, everything)
+        outside = embedding + 2 * kept * width * config.text_config.hidden_size
     else:
         embedding = 2 * everything * vision.in_channels * vision.temporal_patch_size * vision.patch_size**2 * width
         merger = 2 * (window * width) ** 2 + 2 * window * width * vision.out_hidden_size
@@ -59,7 +64,7 @@ def flops(workload: Workload, ratio: float | None, lengths: list[int] | None = N
         patches_of_layers = dense * everything + (layers - dense) * kept
         linears = formulas.vision_linears(config, dense, everything)
         linears += formulas.pruning_layer_linears(config, frames, patches, kept)
-        if not is_molmo2:  # one product for queries, keys and values, of all patches
+        if not is_raster:  # one product for queries, keys and values, of all patches
             linears += 2 * (everything - kept) * width**2
         linears += formulas.vision_linears(config, layers - dense - 1, kept)
         head_dim = width // heads

@@ -19,6 +19,7 @@ FRAMES, PATCHES, BLOCKS = 4, 81, 9
 CPU = torch.device("cpu")
 MOLMO2 = Workload("tower", "tiny", FRAMES, text_tokens=16, timestamp_tokens=2, decode_tokens=1)
 QWEN = dataclasses.replace(MOLMO2, geometry="qwen3-vl-tiny", frames=8)
+SMOLVLM = dataclasses.replace(MOLMO2, geometry="smolvlm2-tiny")
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def kept_patches(workload: Workload, ratio: float) -> list[int]:
 
 
 @pytest.mark.parametrize("ratio", [None, 0.0, 0.5], ids=["stock", "k=0", "k=0.5"])
-@pytest.mark.parametrize("shape", [MOLMO2, QWEN], ids=lambda shape: shape.geometry)
+@pytest.mark.parametrize("shape", [MOLMO2, QWEN, SMOLVLM], ids=lambda shape: shape.geometry)
 @pytest.mark.parametrize(
     "changes",
     [
