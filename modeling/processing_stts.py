@@ -1,5 +1,6 @@
 """Text, images and videos to model inputs: Molmo2's processor, with timestamps that are those of the frames shown."""
 
+from .settings_stts import check_frame_settings
 from .video_processing_stts import STTSVideoProcessor, as_paths  # isort: split
 
 import os
@@ -81,7 +82,8 @@ class STTSProcessor(Molmo2Processor):
     def prepare_inputs_layout(
         self, images: Any = None, text: Any = None, videos: Any = None, audio: Any = None, **kwargs: Any
     ) -> Any:
-        """Native layout of the inputs; takes path objects, and empty lists for no videos."""
+        """Native layout of the inputs; takes path objects, and empty lists for no videos. Checks videos' settings."""
+        check_frame_settings(self.video_processor, kwargs)
         videos = None if videos is None else as_paths(videos)
         videos = None if isinstance(videos, list) and not videos else videos
         return super().prepare_inputs_layout(images=images, text=text, videos=videos, audio=audio, **kwargs)

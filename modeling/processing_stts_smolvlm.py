@@ -1,5 +1,6 @@
 """Text, images and videos to model inputs: SmolVLM2's processor, whose videos do not lie among the images."""
 
+from .settings_stts import check_frame_settings
 from .video_processing_stts_smolvlm import STTSSmolVLMVideoProcessor  # isort: split
 
 from typing import TYPE_CHECKING, Any
@@ -44,7 +45,11 @@ class STTSSmolVLMProcessor(SmolVLMProcessor):
         super().__init__(image_processor, tokenizer, video_processor, image_seq_len, chat_template, **kwargs)
 
     def __call__(self, images: Any = None, text: Any = None, videos: Any = None, **kwargs: Any) -> BatchFeature:
-        """As in the native processor, with the inputs of videos that the class names."""
+        """
+        As in the native processor, with the inputs of videos that the class names. Raises `ValueError` for settings of
+        videos that the processor does not have or that no call may change.
+        """
+        check_frame_settings(self.video_processor, kwargs)
         kwargs.pop("return_mm_token_type_ids", None)
         wants_offsets = kwargs.pop("return_text_replacement_offsets", False)
         outputs = super().__call__(images, text, videos, return_text_replacement_offsets=True, **kwargs)

@@ -26,6 +26,9 @@ PositionRule = Literal["original", "compact"]
 ScorerTarget = Literal["change", "answers"]
 RANKING_ARGUMENTS = ("block_scores", "tower_cache")  # of a caller who ranks the blocks
 CALL_ARGUMENTS = (*KEEP_ARGUMENTS, "pruned_length", "packed_rows", *RANKING_ARGUMENTS)
+# Settings of frames that only some processors have, and which one to use in others.
+FRAME_SETTINGS = {"max_frames": "num_frames", "max_fps": "fps"}
+FRAME_SETTINGS |= dict.fromkeys(("min_frames", "cap_pixels_per_frame", "max_video_tokens"), "")
 NATIVE_ARGUMENTS = {*TransformersKwargs.__annotations__, "use_cache", "return_dict", "mm_encoder_outputs"}
 
 
@@ -157,6 +160,16 @@ def check_names(names: Collection[str]) -> None:
         near = difflib.get_close_matches(name, (*CALL_ARGUMENTS, *PRUNING_FIELDS, *TRAINING_FIELDS), 1, 0.8)
         if near:
             raise ValueError(f"`{name}` is not an argument of a call; did you mean `{near[0]}`?")
+
+
+def check_frame_settings(video_processor: Any, call: Mapping[str, Any]) -> None:
+    """Raises `ValueError` for what only other video processors know: transformers ignores it, or names no argument."""
+    given = {**call, **(call.get("videos_kwargs") or {})}
+    for name in FRAME_SETTINGS.keys() - video_processor.valid_kwargs.__annotations__.keys():
+        if (value := given.get(name)) is not None:
+            use = FRAME_SETTINGS[name]
+            advice = f"Pass `{use}` instead." if use else "Leave it out."
+            raise ValueError(f"`{name}` is {value!r}, but {type(video_processor).__name__} has no `{name}`. {advice}")
 
 
 def with_settings(vision_config: Mapping[str, Any] | PreTrainedConfig | None, given: Mapping[str, Any]) -> Any:

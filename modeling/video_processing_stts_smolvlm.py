@@ -43,6 +43,12 @@ class STTSSmolVLMVideoProcessor(SmolVLMVideoProcessor):
             raise ValueError(
                 f"`image_seq_len` is {self.image_seq_len}, but a frame has a square number of blocks, such as 64."
             )
+        for name in ("image_seq_len", "max_image_size"):
+            if kwargs.get(name) not in (None, getattr(self, name)):
+                raise ValueError(
+                    f"`{name}` is {kwargs[name]!r} in a call, but the model's frames have {getattr(self, name)!r}. "
+                    "Leave it out; for a model of other sizes, set it in `processor_config.json`."
+                )
         kwargs |= {"do_pad": False}
         frames = [
             super(STTSSmolVLMVideoProcessor, self)._preprocess([one], **kwargs)["pixel_values"][0] for one in videos

@@ -8,7 +8,7 @@ from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import load_balancin
 
 from stts_hf import STTSQwen3VLConfig, STTSQwen3VLMoeConfig
 from tests import tiny_qwen3_vl
-from tests.backbones import HYBRID_MIXTURES, MIXTURES, Clip, Picture, Rows, prompt
+from tests.backbones import BACKBONES, HYBRID_MIXTURES, MIXTURES, Clip, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE, as_float64, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.modeling.test_no_waiting import Recorder
 
@@ -94,3 +94,22 @@ def test_dense_models_and_mixtures_refuse_each_others_checkpoints(tmp_path):
         STTSQwen3VLMoeConfig.from_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match="is a 'stts_qwen3_vl_moe' model"):
         STTSQwen3VLConfig.from_pretrained(tmp_path / "mixture")
+
+
+@pytest.mark.parametrize("beside_mixture", [True, False])
+def test_a_dense_model_is_the_same_beside_a_mixture(beside_mixture, monkeypatch, tmp_path):
+    """Both have the tower's class, on which a mixture's module sets transformers' flag that experts can be chosen."""
+    flag, qwen = "_can_set_experts_implementation_cached_value", BACKBONES[1]
+    model, inputs = qwen.model(), qwen.batch(ROWS, "left")
+    model.save_pretrained(tmp_path / "dense")
+    assert getattr(type(model.model.visual), flag)  # set when this file imported a mixture
+    if not beside_mixture:
+        monkeypatch.delattr(type(model.model.visual), flag)
+    loaded = type(model).from_pretrained(tmp_path / "dense")
+    assert torch.equal(loaded(**inputs).logits, model(**inputs).logits)
+    for of in (type(model), type(qwen.stock(model))):
+        with pytest.raises(ValueError, match="does not support setting experts implementation"):
+            of.from_pretrained(tmp_path / "dense", experts_implementation="grouped_mm")
+    loaded.save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again/config.json").read_text() == (tmp_path / "dense/config.json").read_text()
+    assert getattr(type(loaded.model.visual), flag) == beside_mixture  # so a mixture may be loaded behind a dense model

@@ -168,6 +168,12 @@ def test_sampling_settings_per_call(processor, clips, settings):
     assert len(stamps(prompt_of(processor, inputs))) == 3
 
 
+def test_settings_of_other_processors_are_refused(processor, clips):
+    for options in ({"max_frames": 4}, {"videos_kwargs": {"max_frames": 4}}):
+        with pytest.raises(ValueError, match=r"STTSVideoProcessor has no `max_frames`\. Pass `num_frames` instead"):
+            processor(text="<|video|>", videos=str(clips["short"]), **options)
+
+
 def test_two_videos_in_one_text_are_refused(processor, clips):
     with pytest.raises(ValueError, match="At most one video"):
         processor(text="<|video|><|video|>", videos=[str(clips["short"]), str(clips["long"])])

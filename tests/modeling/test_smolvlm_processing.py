@@ -1,5 +1,6 @@
 """SmolVLM2's processor: native prompts and pixels, with videos of unequal length apart from images."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,26 @@ def test_images_with_other_numbers_of_tiles_share_a_batch(ours):
         found, expected = model(**batch).logits, [model(**one).logits[0] for one in alone]
     for row, one in zip(found, expected, strict=True):
         torch.testing.assert_close(row[-len(one) :], one, rtol=0, atol=2e-5)  # 9e-6 was measured
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"max_frames": 4},
+            "`max_frames` is 4, but STTSSmolVLMVideoProcessor has no `max_frames`. Pass `num_frames` ins",
+        ),
+        ({"videos_kwargs": {"min_frames": 4}}, "has no `min_frames`. Leave it out."),
+        ({"image_seq_len": 9}, "`image_seq_len` is 9 in a call, but the model's frames have 16."),
+        ({"max_image_size": {"longest_edge": 48}}, "is {'longest_edge': 48} in a call, but the model's frames have"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_settings_that_no_call_may_change_are_refused(ours, options, message):
+    frames: dict[str, Any] = {"text": ["<video>What?"], "videos": [video(3)[0]]}
+    for call in (lambda: process(ours, **frames, **options), lambda: ours(**frames, do_sample_frames=False, **options)):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_what_the_processor_cannot_be_is_said(ours):

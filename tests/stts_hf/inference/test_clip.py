@@ -15,7 +15,7 @@ from stts_hf import Clip, VideoAssistant, register_auto_classes
 from stts_hf.inference.requests import Answer
 from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, module_of
 from stts_hf.video.processors import process
-from tests.checkpoints import Recorder, load_talkative
+from tests.checkpoints import Recorder, load_talkative, needs_num2words
 from tests.conftest import REPOSITORY
 
 PATIENCE = 20  # seconds until a test that would hang fails
@@ -36,6 +36,7 @@ BACKBONES = [
     "stts-tiny",
     "stts-qwen3-vl-tiny",
     "stts-qwen3-5-tiny",
+    pytest.param("stts-smolvlm-tiny", marks=[pytest.mark.slow, needs_num2words]),
     *(pytest.param(f"stts-qwen{name}-tiny", marks=pytest.mark.slow) for name in ("2-5-vl", "3-vl-moe", "3-5-moe")),
 ]
 MOLMO2_ALONE = pytest.mark.parametrize("assistant", ["stts-tiny"], indirect=True)  # not a matter of the backbone
