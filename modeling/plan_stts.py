@@ -30,7 +30,6 @@ class VideoFeatures(BaseModelOutputWithPooling):
     deepstack_features: list[tuple[torch.Tensor, ...]] | None = None
 
 
-@dataclass
 class TowerCache:
     """
     What layers `0..l` made of a call's videos: the first call that gets this object fills it, later ones with the same
@@ -40,8 +39,9 @@ class TowerCache:
     scored by, in the caller's order.
     """
 
-    states: dict[int, torch.Tensor] = field(default_factory=dict)
-    blocks: torch.Tensor | None = None
+    def __init__(self) -> None:  # no dataclass: FSDP would copy it
+        self.states: dict[int, torch.Tensor] = {}
+        self.blocks: torch.Tensor | None = None
 
 
 @dataclass

@@ -12,6 +12,13 @@ from .families import OWN, Family, own_family
 from .files import read_json
 
 CARD = "README.md"
+RESULTS = "results.png"  # of `stts-hf train`
+# Pictures that a card shows where they lie in its folder, as our commands name them.
+PICTURES = {
+    RESULTS: "Losses of the training, and what the model keeps of two clips before and after it",
+    "comparison.png": "What the model keeps of a clip, by selector",
+    "contact_sheet.png": "What the model keeps of a clip: dropped blocks are dimmed",
+}
 # Stands for the repository in the usage section until it is known; `stts-hf push` puts its name there.
 UNNAMED = "path/to/this/checkpoint"
 # A sentence of the card that transformers writes where a repository has none.
@@ -39,7 +46,8 @@ def model_card(
 ) -> ModelCard:
     """
     Returns a new card for a checkpoint folder, with the settings of its `config.json` and `processor_config.json`, or
-    for the folder of a LoRA or DoRA adapter. PEFT's own card of an adapter lacks `pipeline_tag` and instructions.
+    for the folder of a LoRA or DoRA adapter; and with the folder's `PICTURES`. PEFT's own card of an adapter lacks
+    `pipeline_tag` and instructions.
 
     base_model: Hub id of the model it was made from. name: heading, "STTS on <base model>" by default. repo_id: for the
     usage section; a push fills it in later. datasets: Hub ids of its training data. training: prose about its training.
@@ -82,6 +90,7 @@ def model_card(
         scorer_trained=scorer_trained,
         training=training,
         figures=figures,
+        pictures={name: what for name, what in PICTURES.items() if (folder / name).is_file()},
     )
 
 

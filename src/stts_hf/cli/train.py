@@ -4,14 +4,13 @@ import argparse
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.checkpoint_options import use_one_thread
 from stts_hf.cli.errors import CommandError, need_extras
 from stts_hf.cli.progress import keep_bars_out_of_logs, note
-
-RESULTS = "results.png"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,9 +74,8 @@ def execute(arguments: argparse.Namespace) -> int:
             print(dry_run(config))
             return 0
         on_cpu = config.training.device.type == "cpu"  # a model comes onto a GPU later
-        drawings: list[Any] = []
         given: dict[str, Any] = {"started": use_one_thread} if on_cpu else {}
-        trainer = train(config, arguments.resume, **given, begun=lambda trainer: drawings.extend(_drawings(trainer)))
+        trainer = train(config, arguments.resume, **given, begun=_drawing)
     except TrainingTerminated as error:
         print(error, file=sys.stderr)
         PartialState().destroy_process_group()  # gloo's threads may abort a process that ends after another
@@ -89,19 +87,17 @@ def execute(arguments: argparse.Namespace) -> int:
         raise CommandError(str(error)) from error
     if trainer.is_world_process_zero():
         note(f"Saved to {trainer.args.output_dir}")
-    for drawing in drawings:
-        drawing.draw(Path(str(trainer.args.output_dir), RESULTS))
     return 0
 
 
-def _drawings(trainer: Any) -> list[Any]:
-    """What draws the run's results, on one process; none, and a line that says why, without the packages for it."""
-    if not trainer.is_world_process_zero():
-        return []
-    try:
-        need_extras(f"{RESULTS} needs one more", "visualize")
-        from stts_hf.visualize.results import Results
-    except (CommandError, ImportError) as error:
-        note(f"{RESULTS} is not drawn: {error}")
-        return []
-    return [Results(trainer)]
+def _drawing(trainer: Any) -> Callable[[Path], None]:
+    """What draws the run's results, on one process; a line that says why not, without the packages for it."""
+    if trainer.is_world_process_zero():
+        try:
+            need_extras("results.png needs one more", "visualize")
+            from stts_hf.visualize.results import Results
+
+            return Results(trainer).draw
+        except (CommandError, ImportError) as error:
+            note(f"results.png is not drawn: {error}")
+    return lambda folder: None

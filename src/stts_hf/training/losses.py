@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch.nn.utils.rnn import pad_sequence
@@ -19,11 +20,12 @@ from torch.nn.utils.rnn import pad_sequence
 from stts_hf.model_parts import video_placeholders
 from stts_hf.modeling.outputs_stts import PruningOutput
 from stts_hf.modeling.pruning_stts import PruningBackbone
+from stts_hf.modeling.scoring_stts import split_videos, temporal_similarity
 from stts_hf.modeling.sequence_stts import find_samples, token_order
 
 COUNTS = ("labels", "blocks", "rows")
 LOSSES = {"task_loss": "labels", "temporal_loss": "blocks", "worth_loss": "rows", "router_loss": "labels"}
-SUMS = (*LOSSES, *COUNTS, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows")
+SUMS = (*LOSSES, *COUNTS, "scores", "llm_tokens", "video_tokens", "kept_tokens", "skipped_rows", "ranked", "clips")
 
 
 def predicted_labels(batch: Mapping[str, Any], num_axes: int = 0) -> torch.Tensor:
@@ -59,6 +61,18 @@ def count(batch: Mapping[str, Any], backbone: PruningBackbone, with_labels: bool
     return torch.stack([labels.to(blocks.device), blocks, rows.to(blocks.device)]).float()
 
 
+def rank_correlation(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Spearman's of two vectors, without a host-device sync. Equals share their mean rank; 0 where one is constant."""
+
+    def rank(values: torch.Tensor) -> torch.Tensor:
+        ordered = values.detach().sort().values
+        below, up_to = (torch.searchsorted(ordered, values, right=right) for right in (False, True))
+        ranks = (below + up_to).float()
+        return ranks - ranks.mean()
+
+    return F.cosine_similarity(rank(first), rank(second), dim=0)
+
+
 class PruningMetrics:
     """Sums since the last `reset`."""
 
@@ -88,11 +102,21 @@ class PruningMetrics:
         value = value.detach().float().to(self.device) if isinstance(value, torch.Tensor) else value
         self.sums[name] = self.sums[name] + value
 
-    def observe(self, outputs: PruningOutput, batch: Mapping[str, Any]) -> None:
-        """Counts tokens, scores and kept blocks of one call; the scores alone if no language model ran."""
+    def observe(self, outputs: PruningOutput, batch: Mapping[str, Any], blocks: torch.Tensor | None = None) -> None:
+        """
+        Counts tokens, scores and kept blocks of one call; the scores alone if no language model ran. blocks: (G, S, D)
+        that were scored, to correlate the scores with what the cosine selector ranks by.
+        """
         for scores in outputs.token_scores or ():
             self.add("scores", scores.sum())
             self.add("video_tokens", scores.numel())
+        if blocks is not None and outputs.token_scores:
+            grids = [(*scores.shape, 1) for scores in outputs.token_scores]
+            changes = split_videos(1 - temporal_similarity(blocks.detach(), grids), grids)
+            for scores, change in zip(outputs.token_scores, changes, strict=True):
+                if len(scores) > 1:
+                    self.add("ranked", rank_correlation(scores[1:].flatten(), change[scores.shape[1] :]))
+                    self.add("clips", 1)
         if outputs.kept_indices is None:
             return
         tokens, attention_mask = batch["input_ids"], batch.get("attention_mask")
@@ -152,9 +176,10 @@ class LossHistory:
 
 
 def describe(sums: Mapping[str, float]) -> dict[str, float]:
-    """Mean score and, if a language model ran, share of blocks kept; empty without videos."""
+    """Mean score, rank correlation and, if a language model ran, share of blocks kept; empty without videos."""
     tokens = sums["video_tokens"]
     if not tokens:
         return {}
     kept = {"kept_share": sums["kept_tokens"] / tokens} if sums["llm_tokens"] else {}
-    return {"mean_score": sums["scores"] / tokens} | kept
+    ranked = {"rank_correlation": sums["ranked"] / sums["clips"]} if sums["clips"] else {}
+    return {"mean_score": sums["scores"] / tokens} | ranked | kept

@@ -57,14 +57,15 @@ def train(
     config: TrainConfig,
     resume: bool | str = False,
     started: Callable[[Any], None] = lambda model: None,
-    begun: Callable[[STTSTrainer], None] = lambda trainer: None,
+    begun: Callable[[STTSTrainer], Callable[[Path], None]] = lambda trainer: lambda folder: None,
 ) -> STTSTrainer:
     """
     Trains, and saves a complete checkpoint, or the adapter, into `output_dir`, with its card and the configuration as
     `train_config.yaml`. Returns the trainer.
 
     resume: True for the last whole checkpoint in the output folder, or a checkpoint's folder. started: gets the model
-    as it is loaded. begun: gets the trainer before the first step. Raises `ConfigError` and `RowError` before that.
+    as it is loaded. begun: gets the trainer before the first step, and returns what draws the results into the output
+    folder, on the main process, once the model is saved. Raises `ConfigError` and `RowError` before that.
     """
     output = Path(str(config.training.output_dir))
     checkpoint = check_output(config, output, resume)
@@ -76,11 +77,11 @@ def train(
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
         write_config(config, output)
-    begun(trainer)
+    draw = begun(trainer)
     trainer.train(resume_from_checkpoint=checkpoint)
     if "eval" in run.rows:
         trainer.evaluate()
-    save(run, trainer, output)
+    save(run, trainer, output, draw)
     return trainer
 
 
@@ -174,12 +175,13 @@ def count_parameters(model: PreTrainedModel, learning_rates: Mapping[str, float]
     return {part: (total[part], trained[part]) for part in (*PARTS, ADAPTER) if total[part]}
 
 
-def save(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
+def save(run: TrainingSetup, trainer: STTSTrainer, output: Path, draw: Callable[[Path], None]) -> None:
     """Saves the trained model or adapter with its card, and the merged model; with `push_to_hub`, pushes them."""
     trainer.save_model(_internal_call=True)
     trainer.save_state()
     if not trainer.is_world_process_zero():
         return
+    draw(output)
     write_card(run, trainer, output)
     if run.config.model.use_peft and run.config.model.merge_adapter:
         merge(run, trainer, output)

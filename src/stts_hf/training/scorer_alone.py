@@ -32,12 +32,12 @@ class StateCache:
         self.room = gigabytes * 2**30
         self.rows: dict[str, list[dict[int, torch.Tensor]]] = {}  # of each video, by layer
 
-    def read(self, keys: Sequence[str], device: torch.device) -> TowerCache:
+    def read(self, keys: Sequence[str], device: torch.device) -> dict[int, torch.Tensor]:
         """Of a batch with the rows `keys`; empty where one of them lacks."""
         if not all(key in self.rows for key in keys):
-            return TowerCache()
+            return {}
         videos = [video for key in keys for video in self.rows[key]]
-        return TowerCache({layer: torch.cat([video[layer] for video in videos]).to(device) for layer in videos[0]})
+        return {layer: torch.cat([video[layer] for video in videos]).to(device) for layer in videos[0]}
 
     def write(self, keys: Sequence[str], rows: Sequence[Sequence[int]], cache: TowerCache, sizes: list[int]) -> None:
         """rows: places of each row's videos. sizes: numbers of blocks of the videos."""
@@ -64,11 +64,12 @@ def score_videos(
         nothing = sum((0 * parameter.float().sum() for parameter in scorer), torch.zeros(()))
         return ScoringOutput(task_loss=torch.zeros_like(nothing), temporal_loss=nothing)
     videos = {name: batch[name] for name in backbone.video_inputs if batch.get(name) is not None}
-    cache = None if states is None else states.read(keys, pixels.device)
-    is_new = cache is not None and not cache.states
+    cache = batch.get("tower_cache") or TowerCache()
+    cache.states = {} if states is None else states.read(keys, pixels.device)
+    is_new = not cache.states
     # At `k = 1` nothing is encoded past the scorer.
     found = backbone.get_video_features(**videos, pruning_ratio=1.0, with_temporal_loss=True, tower_cache=cache)
-    if states is not None and cache is not None and is_new:
+    if states is not None and is_new:
         sizes = [scores.numel() for scores in found.token_scores]
         placeholders = video_placeholders(backbone, batch).sum(-1).tolist()
         states.write(keys, assign_to_rows("video", placeholders, sizes), cache, sizes)

@@ -19,6 +19,8 @@ from stts_hf.checkpoints.trainer_card import ModelCardTrainerMixin
 from stts_hf.data.encoding import align_labels
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import VISION_TOWER, find_backbone
+from stts_hf.modeling.plan_stts import TowerCache
+from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import (
     STTSTrainingArguments,
     learns_answers,
@@ -220,7 +222,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
-        outputs: Any = self._score(model, inputs, training) if alone else model(**inputs, num_items_in_batch=step[0])
+        given = {**inputs, "tower_cache": (seen := TowerCache())}
+        outputs: Any = self._score(model, given, training) if alone else model(**given, num_items_in_batch=step[0])
         task = outputs.task_loss.float()  # a sum that is divided by `step[0]` already
         temporal = torch.zeros_like(task)
         if outputs.temporal_loss is not None:
@@ -240,7 +243,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         if statistics is not None:
             with torch.no_grad():
                 numbers = dict(zip(COUNTS, counts, strict=True))
-                statistics.observe(outputs, inputs)
+                is_learned = SELECTORS[self._backbone.config.vision_config.selector].is_learned
+                statistics.observe(outputs, inputs, seen.blocks if is_learned else None)
                 for name, number in numbers.items():
                     statistics.add(name, number)
                 for name, counted in LOSSES.items():

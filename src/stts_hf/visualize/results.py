@@ -14,6 +14,7 @@ from PIL import Image
 from transformers.utils import logging
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
+from stts_hf.checkpoints.card import RESULTS
 from stts_hf.data.rows import read_row
 from stts_hf.inference.clip import Clip
 from stts_hf.inference.requests import Answer
@@ -25,7 +26,9 @@ from .frames import read_frames
 logger = logging.get_logger(__name__)
 
 SIDE, DPI = 320, 110
-PANELS = (("task_loss",), ("temporal_loss", "worth_loss"), ("kept_share", "mean_score"))  # of logs, and of evaluations
+# Of logs and of evaluations.
+PANELS = (("task_loss",), ("temporal_loss", "worth_loss"), ("kept_share", "mean_score"), ("rank_correlation",))
+RANGES = {"kept_share": (0, 1), "rank_correlation": (-1, 1)}
 
 
 @contextlib.contextmanager
@@ -45,7 +48,7 @@ class Results:
 
     def __init__(self, trainer: STTSTrainer) -> None:
         self.trainer, self.before = trainer, dict[str, Answer]()
-        with harmless("results.png: clips before and after are"):
+        with harmless(f"{RESULTS}: clips before and after are"):
             if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
                 raise ValueError("The model is sharded, and one process alone would look at them.")
             rows: Any = trainer.eval_dataset or trainer.train_dataset
@@ -59,9 +62,9 @@ class Results:
         model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
         return Clip(model.eval(), self.trainer.processing_class, video).seen  # type: ignore[arg-type]
 
-    def draw(self, path: Path) -> None:
+    def draw(self, folder: Path) -> None:
         """Writes the picture."""
-        with harmless(f"{path} is"):
+        with harmless(f"{(path := folder / RESULTS)} is"):
             vocabulary = self.trainer.model.config.get_text_config().vocab_size
             figures = [curves(self.trainer.state.log_history, vocabulary)]
             with harmless(f"{path}: clips before and after are"):
@@ -100,7 +103,7 @@ def curves(history: Sequence[Mapping[str, Any]], vocabulary: int) -> Figure:
             axes.plot(steps, values[name], marker=".", label=name.replace("_", " "))
         if "task_loss" in panel:
             axes.axhline(math.log(vocabulary), color="#999999", linestyle=":", label="uniform guess")
-        axes.set(xlabel="step", ylim=(0, 1) if "kept_share" in panel else None)
+        axes.set(xlabel="step", ylim=next((RANGES[name] for name in panel if name in RANGES), None))
         axes.legend(fontsize=8)
     figure.supxlabel("\n".join(meanings(values, vocabulary)), fontsize=8, x=0.01, ha="left")
     return figure
@@ -117,4 +120,9 @@ def meanings(values: Mapping[str, Sequence[float]], vocabulary: int) -> list[str
     if temporal := values.get("temporal_loss"):
         miss = f"scores miss 1 - similarity by {math.sqrt(temporal[-1]):.2g} (root mean square)."
         told.append(f"Temporal loss {temporal[0]:.3g} to {temporal[-1]:.3g}: {miss}")
+    if ranked := values.get("rank_correlation"):
+        meaning = "of scores with 1 - cosine similarity to the previous frame (Spearman, mean over videos)."
+        told.append(f"Rank correlation {ranked[0]:.2f} to {ranked[-1]:.2f} {meaning}")
+        if "worth_loss" in values:
+            told[-1] += " A scorer that learns from answers is not meant to follow this heuristic."
     return told

@@ -182,7 +182,7 @@ def bf16(folder: Path) -> dict[str, Any]:
     run.train()
     outputs = run.model_wrapped(**Collator()([Rows(MIXED)[0]]))
     dtypes = {name: str(getattr(outputs, name).dtype) for name in ("loss", "task_loss", "temporal_loss")}
-    return describe(run) | {"dtypes": dtypes}
+    return describe(run) | {"dtypes": dtypes, "ranked": len(logged(run, "rank_correlation"))}
 
 
 def plain_trainer(folder: Path) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from stts_hf.training.losses import PruningMetrics
+from examples.benchmarks.moving_clips import correlate
+from stts_hf.modeling.plan_stts import TowerCache
+from stts_hf.modeling.scoring_stts import temporal_similarity
+from stts_hf.training.losses import PruningMetrics, rank_correlation
 from tests.stts_hf.training.runs import Rows, collate, logged, trainer, without_ids
 from tests.tiny import Video, build_inputs, tiny_config, tiny_model
 
@@ -26,6 +30,20 @@ def kept_by_hand(model, rows: Rows, indices) -> tuple[list[torch.Tensor], list[t
     return scores, masks
 
 
+def ranked_by_hand(model, rows: Rows, indices) -> list[float]:
+    """Of each video, the rank correlation of scores with the change between frames, by a reference in NumPy."""
+    found = []
+    for index in indices:
+        cache = TowerCache()
+        outputs = model(**{key: value for key, value in rows[index].items() if key != "id"}, tower_cache=cache)
+        grids = [(*scores.shape, 1) for scores in outputs.token_scores or ()]
+        changes = torch.zeros(0) if cache.blocks is None else 1 - temporal_similarity(cache.blocks, grids).detach()
+        parts = changes.split([frames * number for frames, number, _ in grids])
+        for scores, change in zip(outputs.token_scores or (), parts, strict=True):
+            found.append(correlate(scores.detach(), change.view_as(scores).numpy()))
+    return found
+
+
 def test_logs_are_over_the_steps_since_the_last(tmp_path):
     model, rows = tiny_model(), Rows()
     scores, masks = kept_by_hand(model, rows, range(4))
@@ -35,7 +53,17 @@ def test_logs_are_over_the_steps_since_the_last(tmp_path):
     (logs,) = [logs for logs in run.state.log_history if "loss" in logs]
     assert logs["mean_score"] == pytest.approx(torch.cat(scores).mean().item(), rel=1e-5)
     assert logs["kept_share"] == pytest.approx(torch.cat(masks).float().mean().item(), rel=1e-6)
+    assert logs["rank_correlation"] == pytest.approx(np.mean(ranked_by_hand(model, rows, range(4))), abs=1e-5)
     assert "skipped_rows" not in logs
+
+
+@pytest.mark.parametrize("levels", [1, 3, 10_000], ids=["constant", "ties", "no ties"])
+def test_a_rank_correlation_is_that_of_a_plain_reference(levels):
+    """Of ten thousand values, as a video of 128 frames has; float32 sums keep five digits."""
+    first, second = torch.randn(2, 125, 81, generator=torch.Generator().manual_seed(0))
+    second = ((second + first).sigmoid() * levels).floor()
+    expected = np.nan_to_num(correlate(first, second.numpy()))
+    assert rank_correlation(first[1:].flatten(), second[1:].flatten()).item() == pytest.approx(expected, abs=1e-5)
 
 
 def test_tokens_are_counted_after_and_before_pruning():

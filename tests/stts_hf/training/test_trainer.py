@@ -159,7 +159,7 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path):
     )
     eager.train()
     compiled.train()
-    for name in ("loss", "task_loss", "temporal_loss"):
+    for name in ("loss", "task_loss", "temporal_loss", "rank_correlation"):
         assert logged(compiled, name) == pytest.approx(logged(eager, name), rel=1e-5)
 
 

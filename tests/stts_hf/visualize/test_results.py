@@ -31,11 +31,19 @@ def test_a_loss_below_it_is_a_probability_and_a_temporal_one_a_miss():
     assert "by 0.2 " in temporal
 
 
+@pytest.mark.parametrize("target", ["temporal_loss", "worth_loss"])
+def test_a_rank_correlation_says_that_a_scorer_of_answers_need_not_follow_it(target):
+    *_, ranked = results.meanings({target: [0.5, 0.4], "rank_correlation": [0.0, 0.82]}, VOCABULARY)
+    assert ranked.startswith("Rank correlation 0.00 to 0.82 of scores with 1 - cosine similarity")
+    assert ("not meant to follow" in ranked) == (target == "worth_loss")
+
+
 def test_every_logged_loss_has_a_curve_over_its_steps():
-    history = [{"step": step, "task_loss": 10.0 / step, "kept_share": 0.5} for step in (1, 2, 3)]
+    same = {"kept_share": 0.5, "rank_correlation": -0.25}
+    history = [{"step": step, "task_loss": 10.0 / step, **same} for step in (1, 2, 3)]
     figure = results.curves([*history, {"step": 3, "eval_task_loss": 4.0}, {"step": 3, "train_loss": 5.0}], VOCABULARY)
     lines: dict[Any, Any] = {line.get_label(): line for axes in figure.axes for line in axes.lines}
-    assert {*lines} == {"task loss", "eval task loss", "uniform guess", "kept share"}
+    assert {*lines} == {"task loss", "eval task loss", "uniform guess", "kept share", "rank correlation"}
     assert lines["task loss"].get_xydata().tolist() == [[1, 10], [2, 5], [3, 10 / 3]]
     assert set(np.ravel(lines["uniform guess"].get_ydata())) == {math.log(VOCABULARY)}
 
@@ -57,11 +65,13 @@ def test_a_run_ends_with_a_picture_and_looking_changes_no_weight(run, monkeypatc
     assert status == 0
     with Image.open(drawn / "results.png") as picture:
         assert picture.height > 2 * picture.width / 3  # curves above two clips
+    assert "](results.png)" in (drawn / "README.md").read_text()
     monkeypatch.setattr(command, "need_extras", refuse_drawing)
     status, plain = run()
     assert status == 0
     assert "results.png is not drawn: matplotlib is missing" in capsys.readouterr().err
     assert not (plain / "results.png").exists()
+    assert "results.png" not in (plain / "README.md").read_text()
     before, after = weights_of(drawn), weights_of(plain)
     assert all(before[name].equal(after[name]) for name in before)
 
