@@ -60,8 +60,7 @@ def model_card(
     config, adapter = (read_json(folder / file) for file in ("config.json", "adapter_config.json"))
     family, method = _family_of(folder, adapter), "DoRA" if adapter.get("use_dora") else "LoRA"
     own_tags = family.tags if family else ["stts", "video", "token-pruning"]
-    if adapter:
-        own_tags = [*(tag for tag in own_tags if tag != "custom_code"), method.lower()]
+    own_tags = [*(tag for tag in own_tags if tag != "custom_code"), method.lower()] if adapter else own_tags
     data = ModelCardData(
         library_name="peft" if adapter else "transformers",
         pipeline_tag="video-text-to-text",
