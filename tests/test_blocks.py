@@ -28,6 +28,7 @@ from stts_hf.training.config import read_settings
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.conftest import REPOSITORY
 from tests.hub_server import LoopbackHub
+from tests.preloaded import preloaded
 
 NOTEBOOK = REPOSITORY / "examples" / "stts.ipynb"
 FIRST = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("tutorial_*.md"), NOTEBOOK]
@@ -129,7 +130,7 @@ class Session:
 
     def __init__(self, environment: dict[str, str]):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SESSION],
+            ["python", "-c", SESSION],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(log := Path("stderr.txt")).open("w"),
             text=True, env=environment,
         )  # fmt: skip
@@ -172,6 +173,25 @@ def after_readme(tmp_path_factory) -> Path:
     command = [sys.executable, "-m", "stts_hf.cli.main", "convert", "hub_configs/stts-tiny", str(place / "my-stts")]
     subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
     return place
+
+
+@pytest.fixture(scope="module")
+def hub_and_environment(tmp_path_factory) -> Iterator[tuple[LoopbackHub, dict[str, str]]]:
+    """Of all pages one after the other: the client reads its address when it is imported."""
+    with LoopbackHub() as hub:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        own = {"PATH": path, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"}
+        with preloaded(hub.environment(tmp_path_factory.mktemp("hf") / "home") | own) as environment:
+            yield hub, environment
+
+
+@pytest.fixture
+def environment(hub_and_environment) -> dict[str, str]:
+    """With an empty Hub, and nothing of it in the cache."""
+    hub, environment = hub_and_environment
+    hub.repositories.clear()
+    shutil.rmtree(environment["HF_HOME"], ignore_errors=True)
+    return environment
 
 
 def run(page: Path, environment: dict[str, str]) -> list[tuple[str, str]]:
@@ -224,15 +244,10 @@ def run(page: Path, environment: dict[str, str]) -> list[tuple[str, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_blocks_run_in_their_order_and_print_what_they_say(page, folder, after_readme, capsys):
+def test_blocks_run_in_their_order_and_print_what_they_say(page, folder, after_readme, environment, capsys):
     if page not in FIRST:
         shutil.copytree(after_readme, folder, dirs_exist_ok=True)
-    with LoopbackHub() as hub:
-        environment = hub.environment(folder / "hf_home") | {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}",
-        }
-        left_out = run(page, environment)
+    left_out = run(page, environment)
     with capsys.disabled():
         for code, why in left_out:
             print(f"\n{page.relative_to(REPOSITORY)}: {why}: {code.splitlines()[0]}", end="")
