@@ -6,7 +6,7 @@ import torch
 
 from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner, take_turns
-from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, Clock, FlopClock, ProcessorClock, peak_memory
+from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, Clock, FlopClock, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 
@@ -41,7 +41,7 @@ def measure_shortened(workload: Workload, repeats: int) -> dict[str, Any]:
         return dict.fromkeys((LANGUAGE_MODEL, TOTAL), clock.read() - started)
 
     def run(variant: dict[str, Any]) -> None:
-        for stage, seconds in measure(variant, ProcessorClock(device)).items():
+        for stage, seconds in measure(variant, Clock(device, of_processor=True)).items():
             variant["stages"][stage]["seconds"].append(seconds)
 
     def warm_up(variant: dict[str, Any]) -> None:

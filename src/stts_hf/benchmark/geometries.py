@@ -78,17 +78,10 @@ def _smolvlm(
     vision: Sequence[int], pruning_layer: int, text: dict[str, Any], side: int = 512, scale_factor: int = 4
 ) -> STTSSmolVLMConfig:
     """vision: width, layers, heads. side: of a frame in pixels. scale_factor: side of a block in patches."""
-    width, layers, heads = vision
+    sizes = dict(zip(("hidden_size", "num_hidden_layers", "num_attention_heads"), vision, strict=True))
+    of_frames = {"image_size": side, "patch_size": 16, "pruning_layer": pruning_layer}
     return STTSSmolVLMConfig(
-        vision_config={
-            "hidden_size": width,
-            "intermediate_size": 4 * width,
-            "num_hidden_layers": layers,
-            "num_attention_heads": heads,
-            "image_size": side,
-            "patch_size": 16,
-            "pruning_layer": pruning_layer,
-        },
+        vision_config={**sizes, **of_frames, "intermediate_size": 4 * vision[0]},
         text_config={"model_type": "llama", **text},
         scale_factor=scale_factor,
         image_token_id=text["vocab_size"] - 1,

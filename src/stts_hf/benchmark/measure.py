@@ -20,7 +20,7 @@ from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_availa
 
 from stts_hf.benchmark import meters
 from stts_hf.benchmark.geometries import GEOMETRIES, workload_inputs
-from stts_hf.benchmark.meters import Clock, ProcessorClock, StageRecorder
+from stts_hf.benchmark.meters import Clock, StageRecorder
 from stts_hf.benchmark.models import Models, build_models, configure, set_pruning, stock_inputs
 from stts_hf.benchmark.presets import Preset, Workload
 from stts_hf.benchmark.report import SCHEMA
@@ -234,7 +234,7 @@ def measure(workload: Workload, models: Models, device: torch.device, repeats: i
     def run(variant: Variant) -> None:
         _free_memory(device)
         with _noting_failure(variant, device):
-            clock = (ProcessorClock if workload.clock == "processor" else Clock)(device)
+            clock = Clock(device, of_processor=workload.clock == "processor")
             for stage, taken in runner.run(variant["pruning_ratio"], clock).items():
                 variant["stages"][stage]["seconds"].append(taken)
 

@@ -28,14 +28,17 @@ Result = TypeVar("Result")
 
 
 class Clock:
-    """Seconds on the host, or between CUDA events, idle time included; `synchronize` before `between`."""
+    """
+    Seconds on the host, or between CUDA events, idle time included; `synchronize` before `between`. of_processor:
+    seconds that a CPU works for this process; with one thread, what runs beside it does not count.
+    """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.on_cuda = device, device.type == "cuda"
+    def __init__(self, device: torch.device, of_processor: bool = False) -> None:
+        self.device, self.on_cuda, self.of_processor = device, device.type == "cuda", of_processor
 
     def read(self) -> Any:
         if not self.on_cuda:
-            return time.perf_counter()
+            return time.process_time() if self.of_processor else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
@@ -46,13 +49,6 @@ class Clock:
 
     def between(self, start: Any, end: Any) -> float:
         return start.elapsed_time(end) / 1000 if self.on_cuda else end - start
-
-
-class ProcessorClock(Clock):
-    """Seconds that the processor works for this process: with one thread, what runs beside it does not count."""
-
-    def read(self) -> float:
-        return time.process_time()
 
 
 def attention_flops(operator: Any) -> Callable[..., int]:
