@@ -1,6 +1,7 @@
 """Passes take turns, memory is what it is, and what does not fit leaves the rest alone."""
 
 import dataclasses
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -14,7 +15,7 @@ from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner, measure
 from stts_hf.benchmark.meters import Clock, limited_to_free_memory, peak_memory
 from stts_hf.benchmark.models import build_models, configure
-from stts_hf.benchmark.presets import Workload
+from stts_hf.benchmark.presets import PRESETS, Workload, vary
 from tests.backbones import BACKBONES, Clip
 
 CPU = torch.device("cpu")
@@ -51,6 +52,16 @@ def test_a_training_pass_leaves_no_gradients_and_moves_no_weights(models):
         assert set(runner.run(ratio, Clock(CPU))) == {"forward", "backward", "optimiser_step", "total"}
         assert all(parameter.grad is None for model in models for parameter in model.parameters())
     assert all(torch.equal(parameter, before[name]) for name, parameter in models[0].named_parameters())
+
+
+def test_the_processors_clock_leaves_waiting_out_and_is_refused_on_a_gpu():
+    clocks = [Clock(CPU), Clock(CPU, of_processor=True)]
+    starts = [clock.read() for clock in clocks]
+    time.sleep(0.2)
+    waited, worked = (clock.between(start, clock.read()) for clock, start in zip(clocks, starts, strict=True))
+    assert waited >= 0.2 > 2 * worked
+    with pytest.raises(ValueError, match="--clocks processor does not count a GPU's seconds"):
+        measuring.check_runnable(vary(PRESETS["tiny"], clock=["processor"]), torch.device("cuda"))
 
 
 def test_a_tower_runs_without_the_inputs_that_may_be_left_out():
