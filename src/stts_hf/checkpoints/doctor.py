@@ -130,7 +130,7 @@ def examine(folder: str | Path) -> dict[str, list[Finding]]:
     """Returns the findings of every check by its name. Raises `ValueError` where `folder` is no folder."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise ValueError(f"`folder` {folder} is not a folder: name that of a checkpoint.")
+        raise ValueError(f"`folder` {folder} is not a folder. Name a checkpoint's folder.")
     findings: dict[str, list[Finding]] = {}
     for check in (configuration, code, weights, tokenizer):
         found = findings.setdefault(check.__name__, [])

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Prints the result of every check. Returns 1 if there is a problem, else 0."""
     if not os.path.isdir(os.path.expanduser(arguments.folder)):
-        raise CommandError(f"FOLDER {arguments.folder} is not a folder: name that of a checkpoint")
+        raise CommandError(f"FOLDER {arguments.folder} is not a folder; name a checkpoint's folder")
     from stts_hf.checkpoints.doctor import examine
 
     with refused():

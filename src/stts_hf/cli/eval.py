@@ -89,7 +89,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
     if twice:
         more = f" and {len(twice) - 3} more" if len(twice) > 3 else ""
-        raise CommandError(f"{path} has several rows of the id {', '.join(twice[:3])}{more}; give each its own")
+        raise CommandError(f"{path} has several rows with the id {', '.join(twice[:3])}{more}; give each its own")
     return rows
 
 

@@ -128,7 +128,7 @@ def check_writable(option: str, folder: Path) -> None:
     """Raises `CommandError` if a folder, which need not exist, cannot be created or written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise CommandError(f"{option} {folder} must be a folder that can be written, but {there} is not")
+        raise CommandError(f"{option} {folder} cannot be written: {there} is not a writable folder; name another")
 
 
 def check_output(path: Path, inputs: Iterable[str | Path], endings: Sequence[str], option: str = "--output") -> None:

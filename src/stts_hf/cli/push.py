@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Runs the command; raises `CommandError` if folder, token, permissions, repository or network do not allow it."""
     if not os.path.isdir(os.path.expanduser(arguments.folder)):
-        raise CommandError(f"FOLDER {arguments.folder} is not a folder: name that of a checkpoint")
+        raise CommandError(f"FOLDER {arguments.folder} is not a folder; name a checkpoint's folder")
     from tqdm import tqdm
 
     from stts_hf.checkpoints.push import PushRefused, files_to_push, push_checkpoint

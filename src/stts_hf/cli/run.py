@@ -162,7 +162,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if len(arguments.videos) == 1:
         check_output(arguments.output or PICTURE, arguments.videos, PICTURES)
     elif arguments.time or arguments.output is not None:
-        raise CommandError("--time and --output are about one VIDEO; answers about several: stts-hf predict --output")
+        raise CommandError("--time and --output take one VIDEO; for several, use stts-hf predict --output")
 
 
 def check_video(video: str, allow_urls: bool) -> None:

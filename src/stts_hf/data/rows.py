@@ -131,7 +131,7 @@ def _read(row: Any, name: str) -> Sample:
         _check_within(json.loads(row[WITHIN]), paths)
     if subtitles:
         if messages[0]["role"] == "subtitle":
-            raise ValueError("subtitles: messages begin with subtitles as well. Give them once.")
+            raise ValueError("subtitles are given twice, as a column and in messages. Leave one out.")
         messages.insert(0, {"role": "subtitle", "content": subtitle_text(subtitles, root)})
     if own is not None and not media["videos"]:
         raise ValueError("it has no answer and no video, so nothing is pruned and nothing learned. Leave the row out.")
@@ -179,7 +179,9 @@ def _read_messages(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> lis
             raise ValueError(f"messages[{number}] must have role and content, got {message!r}.")
         role, content = str(message["role"]).lower(), message["content"]
         if role not in ("user", "assistant", "system") and (role, number) != ("subtitle", 0):
-            raise ValueError(f"messages[{number}] has role {role!r}; user and assistant are known, and subtitle first.")
+            raise ValueError(
+                f"messages[{number}] has role {role!r}, but must be user, assistant or system (subtitle: first only)."
+            )
         parts = [_read_part(part, number) for part in (content if isinstance(content, list | tuple) else [content])]
         if role == "subtitle":
             messages.append({"role": role, "content": "\n".join(part.get("text", "") for part in parts)})
@@ -187,9 +189,9 @@ def _read_messages(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> lis
         if number < with_placeholders:
             parts = [piece for part in parts for piece in _split(part)]
         if role == "assistant" and not "".join(part.get("text", "") for part in parts).strip():
-            raise ValueError(f"messages[{number}]: the answer is empty.")
+            raise ValueError(f"messages[{number}]: the answer is empty. Fill it, or leave the row out.")
         if role == "assistant" and any(part["type"] != "text" for part in parts):
-            raise ValueError(f"messages[{number}]: an answer cannot hold a video or image.")
+            raise ValueError(f"messages[{number}]: an answer cannot hold a video or image. Keep its text only.")
         messages.append({"role": role, "content": parts})
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("messages: there is no assistant message to learn. Add one, or leave the row out.")
@@ -261,14 +263,14 @@ def _fill(messages: list[dict[str, Any]], kind: str, row: Mapping[str, Any], roo
     if given and not parts:
         first_user = next((message for message in messages if message["role"] == "user"), None)
         if first_user is None:
-            raise ValueError(f"messages: there is no user message to ask about the {kind}.")
+            raise ValueError(f"messages: there is no user message to ask about the {kind}. Add one.")
         first_user["content"][:0] = [{"type": kind} for _ in given]
         return given
     empty = sum("source" not in part for part in parts)
     if empty != len(given):
         raise ValueError(
-            f"{MEDIA[kind]} has {len(given)} entries, but the messages have {empty} places for them (parts of type "
-            f"{kind} without a source, or <{kind}> in a text)."
+            f"{MEDIA[kind]} has {len(given)} entries, but the messages have {empty} places for them. Add or remove "
+            f"parts of type {kind} without a source, or <{kind}> in a text."
         )
     remaining = iter(given)
     return [

@@ -47,7 +47,7 @@ class PackedDataset(Dataset):
         if len(lengths) != len(rows):
             raise ValueError(f"lengths has {len(lengths)} entries for {len(rows)} rows. Measure these rows.")
         if not len(rows):
-            raise ValueError("rows is empty: there is nothing to pack.")
+            raise ValueError("rows is empty. Pass at least one row to pack.")
         self.rows, self.budget = rows, budget
         sizes = dict(enumerate(lengths))
         longest = max(sizes, key=lambda index: sizes[index])

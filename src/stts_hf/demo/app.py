@@ -126,9 +126,9 @@ class Page:
         asked_with = [self.video, self.percent, self.selector, self.threshold]
         outputs = [self.box, self.chat, self.timeline, self.numbers, self.compare, self.owner, self.code]
         views = [self.overlay, self.second, self.views]
-        first = self.box.submit(
-            self.ask, [self.box, *asked_with], outputs, api_name="ask", show_progress="hidden", **turn
-        )
+        # Enter during an answer sends the question after it; Gradio's default keeps it in the box and sends nothing.
+        later: dict[str, Any] = {"trigger_mode": "always_last", "show_progress": "hidden", **turn}
+        first = self.box.submit(self.ask, [self.box, *asked_with], outputs, api_name="ask", **later)
         example = self.chat.example_select(self.ask_example, asked_with, outputs, **quiet, **turn)
         again = self.compare.click(self.ask_unpruned, asked_with, outputs, **quiet, **turn)
         for answer in first, example, again:
@@ -238,11 +238,11 @@ class Page:
         }
 
     def _python(self, visit: Visit) -> str:
-        if not (visit.turns and visit.measured and visit.video):
+        if not (visit.turns and visit.measured):
             return ""
-        run, model = visit.measured[-1], next(iter(self.answerer.assistants.values())).model
-        named = shown_name(model.config.name_or_path)
-        return page.as_python(named, Path(visit.video).name, visit.turns[-1].question, run.rule, run.selector)
+        run, processing = visit.measured[-1], self.answerer.processing or {}
+        named = shown_name(self.answerer.assistants[run.selector].model.config.name_or_path)
+        return page.as_python(named, visit.turns[-1].question, run, processing, self.limits.new_tokens)
 
     def _untold(self) -> Changes:
         told = {self.chat: [], self.timeline: "", self.numbers: "", self.compare: gr.Button(visible=False)}

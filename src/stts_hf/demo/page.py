@@ -3,7 +3,8 @@
 import dataclasses
 import html
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,14 +55,15 @@ def introduction(about: str, link: str = "") -> str:
     )
 
 
-def as_python(checkpoint: str, video: str, question: str, rule: KeepRule, selector: str) -> str:
-    """The last question on the page, in Python."""
-    without = {"min_pruning_ratio": 0.0, "max_pruning_ratio": 1.0}  # bounds that bound nothing
-    given = rule_arguments(rule).items()
-    keep = ", ".join(f"{name}={value!r}" for name, value in given if value != without.get(name))
+def as_python(checkpoint: str, question: str, run: Progress, processing: Mapping[str, Any], new_tokens: int) -> str:
+    """The last question on the page, in Python. processing, new_tokens: of the `Answerer` and its limits."""
+    without = {"min_pruning_ratio": 0.0, "max_pruning_ratio": 1.0, "processing": {}}  # what changes nothing
+    given = {**rule_arguments(run.rule), "processing": dict(processing)}.items()
+    named = ", ".join(f"{name}={value!r}" for name, value in given if value != without.get(name))
     return (
-        f"import stts_hf\n\nassistant = stts_hf.load({checkpoint!r}, selector={selector!r})\n"
-        f"with assistant.watch({video!r}, {keep}) as clip:\n    print(clip.ask({question!r}).answer)\n"
+        f"import stts_hf\n\nassistant = stts_hf.load({checkpoint!r}, selector={run.selector!r})\n"
+        f"with assistant.watch({Path(str(run.seen.video)).name!r}, {named}) as clip:\n"
+        f"    print(clip.ask({question!r}, max_new_tokens={new_tokens}).answer)\n"
     )
 
 

@@ -103,8 +103,8 @@ def _read(
         raise AnswersError(f"{error} {advice}") from error
     if made_with.get("format") != FORMAT or not isinstance(made_with.get("settings"), dict):
         raise AnswersError(
-            f"{path} holds something already, but {summary_path(path).name} beside it does not say with which "
-            f"settings it was made. {advice}"
+            f"{path} is not empty, but {summary_path(path).name} beside it does not record the settings of its "
+            f"answers. {advice}"
         )
     for number, row in enumerate(rows, 1):
         for name, kind in columns.items():
@@ -138,7 +138,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise AnswersError(f"{path} cannot be written: {error}. The same command goes on from there.") from error
+        raise AnswersError(f"{path} cannot be written: {error}. Mend that; the same command then continues.") from error
 
 
 def _shown(value: Any) -> str:

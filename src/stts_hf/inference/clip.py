@@ -41,7 +41,7 @@ class AnswerStream:
     def __init__(self, processor: Processor, ask: Callable[..., Answer], *arguments: Any, **options: Any):
         """ask: called in the thread as `ask(*arguments, streamer=..., **options)`. turns: gets the answer too."""
         if "streamer" in options:
-            raise TypeError("streamer is what a stream passes itself. Leave it out, or call `ask` or `answer`.")
+            raise TypeError("streamer is set by the stream itself. Leave it out, or call `ask` or `answer`.")
         self.answer: Answer | None = None
         self._turns: list[Answer] = options.pop("turns", [])
         # The generator must not reference `self`, or dropping the stream would not close it.
@@ -215,8 +215,8 @@ class Clip:
         if name := next((name for name in KEEP_ARGUMENTS if name in options), None):
             read_with = in_words(self.rule) if self.pruning_ratio is None else f"{self.pruning_ratio:g}"
             raise ValueError(
-                f"{name} is {options[name]!r}, but the video was read with {read_with} before there was a question. "
-                "Watch it again to change that."
+                f"{name} is {options[name]!r}, but the video was read with {read_with}. Call `watch` again to "
+                "change it."
             )
         options = generate_options(options)
         if (beams := num_beams(self.model, options)) > 1:
@@ -228,7 +228,7 @@ class Clip:
             request = ask_about(self.processor, self.seen.video, question, after)
             if request.head != self._head:
                 raise ValueError(
-                    "chat_template puts something before the video that changes with the conversation. Call `answer`."
+                    "chat_template writes text before the video that changes with the conversation. Call `answer`."
                 )
             asked.append((0, dataclasses.replace(self.seen, question=question), request.tail))
         with self._use_cache() as heads:
@@ -254,7 +254,9 @@ class Clip:
         """Keeps other threads out. Raises `ValueError` within a call of this thread, whose cache it would change."""
         with self._lock:
             if self._in_use:
-                raise ValueError("The clip is answering in this thread, within a streamer. Ask it when that is done.")
+                raise ValueError(
+                    "The clip is already answering in this thread, inside a streamer. Ask after that answer."
+                )
             self._in_use = True
             try:
                 yield

@@ -66,7 +66,9 @@ def read_inputs(
     try:
         rows = [row for one in inputs for row in _read(one, split, subset, left_out)]
     except PermissionError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}. Mend that, or leave it out.") from error
+        raise ValueError(
+            f"{error.filename} cannot be read: {error.strerror}. Make it readable, or leave it out."
+        ) from error
     if not rows:
         raise ValueError("inputs are empty. Name videos, folders or files of rows.")
     twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
@@ -82,7 +84,7 @@ def _read(source: str, split: str | None, subset: str | None, left_out: Set[str]
     path = Path(source)
     if _is_data_set(source, left_out):
         if any(Path(name).is_relative_to(os.path.realpath(source)) for name in left_out):
-            raise ValueError(f"{source} is a data set, which cannot hold the answers too. Write them elsewhere.")
+            raise ValueError(f"{source} is a data set, so answers cannot be written there. Name another output.")
         return _read_rows(source, split, subset)
     if os.path.isdir(path):
         return map(_of_video, _videos_in(path))

@@ -95,7 +95,7 @@ def choose_slots(
     if gpus is None:
         gpus = float(device == "cuda" or (device == "auto" and bool(with_gpus)))
     if not 0 <= gpus <= 1 or device not in ("auto", "cuda" if gpus else "cpu"):
-        raise ValueError(f"gpus {gpus:g} does not fit device {device}: a model on Ray has 1 GPU at most, or the cpu.")
+        raise ValueError(f"gpus {gpus:g} does not fit device {device}. Pass 0 to 1 for cuda, and 0 for cpu.")
     if cpus is None:
         both = [sum(machine.get(name, 0) for machine in with_gpus) for name in ("CPU", "GPU")]
         cpus = max(1, min(_MOST_CPUS, both[0] * gpus // both[1])) if gpus and with_gpus else 1
@@ -103,7 +103,9 @@ def choose_slots(
     # 1 / 0.1 may be less than 10.
     room = sum(min(int(one.get(name, 0) / need + 1e-6) for name, need in needs.items()) for one in machines)
     if not room:
-        raise ValueError(f"gpus {gpus:g} and cpus {cpus:g} of a model are more than any machine has: {machines}.")
+        raise ValueError(
+            f"gpus {gpus:g} and cpus {cpus:g} per model are more than any machine has: {machines}. Lower them."
+        )
     return Slots(models or room, cpus, gpus)
 
 

@@ -106,7 +106,7 @@ def with_settings(video_processor: Any, options: dict[str, Any]) -> Any:
     set_frames(video_processor, **{name: options.pop(name) for name in known & options.keys()})
     if scales:
         if ratio is None:
-            raise ValueError("test_time_scaling=True needs the pruning_ratio that it makes up for.")
+            raise ValueError("test_time_scaling=True needs the pruning_ratio that more frames make up for. Pass it.")
         scale_budget(video_processor, ratio)
     return video_processor
 

@@ -118,7 +118,7 @@ def decoded_frames(video: Any, given: Any, name: str, samples: bool) -> tuple[to
     wrong = {key: len(values) for key, values in counts.items() if values is not None and len(values) != len(frames)}
     if wrong:
         advice = "Pass one for each frame, and do_sample_frames=False if frames were sampled before."
-        raise ValueError(f"{name} has {len(frames)} frames, but its video_metadata speaks of {wrong}. {advice}")
+        raise ValueError(f"{name} has {len(frames)} frames, but its video_metadata counts {wrong}. {advice}")
     layout = infer_channel_dimension_format(frames, num_channels=(1, 3, 4))
     return (frames.permute(0, 3, 1, 2).contiguous() if layout == ChannelDimension.LAST else frames), shown
 

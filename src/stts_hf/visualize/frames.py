@@ -18,19 +18,11 @@ def read_frames(video: Any, timestamps: Sequence[float], longest_side: int) -> n
     # The first decoding has already warned of damaged files. The filter applies to this module's calls and stays:
     # `catch_warnings` would also hide the warnings of decoding threads.
     warnings.filterwarnings("ignore", category=UserWarning, module=re.escape(__name__))
-    with VideoFile(video) as file:
+    with VideoStream(video) as file:
         shown = on_screen(file, timestamps)
-        frames, _ = file.read(shown, fit(*shown_size(file, shown), longest_side))
+        height, width = file.shown_size(shown)
+        frames, _ = file.read(shown, fit(height, width, longest_side))
     return frames.permute(0, 2, 3, 1).numpy()
-
-
-def shown_size(file: VideoFile, indices: Sequence[int]) -> tuple[int, int]:
-    """Height and width of frames as players show them: `measure`, where pixels are square."""
-    height, width = measure(file, indices)
-    stream, codec = file._stream, file._codec  # noqa: SLF001 - the model sees pixels as they are stored
-    aspect = float(stream.sample_aspect_ratio or 1)
-    is_turned = height != width and (height, width) == (codec.width, codec.height)
-    return (round(height * aspect), width) if is_turned else (height, round(width * aspect))
 
 
 def on_screen(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
@@ -39,7 +31,14 @@ def on_screen(file: VideoFile, timestamps: Sequence[float]) -> list[int]:
 
 
 class VideoStream(VideoFile):
-    """A video file that yields frames one by one, with at most one in memory."""
+    """A video file that yields frames one by one, with at most one in memory, and knows how players show them."""
+
+    def shown_size(self, indices: Sequence[int]) -> tuple[int, int]:
+        """Height and width of frames on screen: `measure`, where pixels are square. The model sees stored pixels."""
+        height, width = measure(self, indices)
+        aspect = float(self._stream.sample_aspect_ratio or 1)
+        is_turned = height != width and (height, width) == (self._codec.width, self._codec.height)
+        return (round(height * aspect), width) if is_turned else (height, round(width * aspect))
 
     def frames(self, indices: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
         """Yields index and frame, uint8 (H, W, 3), for ascending `indices`; skips damaged frames."""

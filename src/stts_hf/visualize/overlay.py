@@ -13,7 +13,7 @@ from stts_hf.modeling.video_reading_stts import VideoFile
 
 from .clip_files import video_writer
 from .dimming import Array, as_array, check_outputs, dim_dropped_blocks, fit, frame_at
-from .frames import VideoStream, on_screen, shown_size
+from .frames import VideoStream, on_screen
 
 LONGEST_SIDE = 640  # pixels
 MAX_FPS = 30
@@ -64,7 +64,8 @@ def write_overlays(
             (opened.enter_context(video_writer(path, fps, BROWSER, {"movflags": "faststart"})), mask)
             for path, mask in masks.items()
         ]
-        height, width = fit(*shown_size(file, indices), longest_side)
+        shown: tuple[int, int] = file.shown_size(indices)
+        height, width = fit(*shown, longest_side)
         for index, picture in file.frames(indices):
             small = np.asarray(Image.fromarray(picture).resize((width, height), Image.Resampling.BILINEAR))
             for write, mask in writers:

@@ -139,6 +139,18 @@ def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     wait_for(page, "Answered from cache")
 
 
+def test_what_is_asked_during_an_answer_is_sent_after_it(visit, gate, video):
+    page = visit()
+    upload(page, video)
+    ask(page, "Wait for it.")
+    assert gate.reached.wait(PATIENCE)
+    ask(page, "And now?")
+    gate.open.set()
+    wait_for(page, "Answered from cache")
+    wait_until_answered(page)
+    assert page.input_value("#box textarea") == ""
+
+
 def test_a_browser_that_leaves_ends_its_answer(visit, served, gate, tmp_path):
     mine = write_clip(tmp_path / "only_mine.mp4", 9)
     page = visit()

@@ -86,20 +86,22 @@ def test_a_turn_that_was_stopped_says_so_with_what_was_written():
 
 
 def test_the_last_question_in_python_is_what_the_page_did():
-    said = page.as_python("user/name", "a 'clip'.mp4", 'Say "a"', KeepRule(0.25), "cosine")
+    seen = dataclasses.replace(SEEN, video="/tmp/a 'clip'.mp4")
+    run = dataclasses.replace(FIRST, seen=seen, rule=KeepRule(0.25))
+    said = page.as_python("user/name", 'Say "a"', run, {"num_frames": 32}, 64)
     calls = {getattr(node.func, "attr", ""): node for node in ast.walk(ast.parse(said)) if isinstance(node, ast.Call)}
     given = {name: [ast.literal_eval(argument) for argument in calls[name].args] for name in ("load", "watch", "ask")}
     assert given == {"load": ["user/name"], "watch": ["a 'clip'.mp4"], "ask": ['Say "a"']}
-    assert ast.literal_eval(calls["watch"].keywords[0].value) == 0.25
-    assert ast.literal_eval(calls["load"].keywords[0].value) == "cosine"
+    found = {name: {word.arg: ast.literal_eval(word.value) for word in calls[name].keywords} for name in given}
+    assert found["load"] == {"selector": "cosine"}
+    assert found["watch"] == {"pruning_ratio": 0.25, "processing": {"num_frames": 32}}
+    assert found["ask"] == {"max_new_tokens": 64}
 
 
 def test_python_names_bounds_and_a_budget_where_they_are_set():
     (_, bound), (_, free) = (
-        page.as_python(
-            "user/name", "clip.mp4", "What?", KeepRule(threshold=0.05, bounds=bounds, budget=most), "scorer"
-        ).split("watch(")
-        for bounds, most in (((0.2, 0.9), 512), ((0.0, 1.0), None))
+        page.as_python("user/name", "What?", dataclasses.replace(FIRST, rule=rule), {}, 64).split("watch(")
+        for rule in (KeepRule(threshold=0.05, bounds=(0.2, 0.9), budget=512), KeepRule(threshold=0.05))
     )
     named = "score_threshold=0.05, min_pruning_ratio=0.2, max_pruning_ratio=0.9, video_token_budget=512"
     assert bound.startswith(f"'clip.mp4', {named})")

@@ -117,7 +117,7 @@ def test_a_stream_is_the_answer_in_pieces(assistant, two):
     expected = assistant.answer(two, QUESTION, **GREEDY)
     assert "".join(pieces).strip() == stream.answer.answer == expected.answer
     assert torch.equal(stream.answer.keep_mask, expected.keep_mask)
-    with pytest.raises(TypeError, match="streamer is what a stream passes itself"):
+    with pytest.raises(TypeError, match="streamer is set by the stream itself"):
         assistant.stream(two, QUESTION, streamer=None)
 
 

@@ -265,7 +265,7 @@ def test_a_streamer_that_asks_its_own_clip_is_refused(assistant, five):
 
     class Asking(Failing):
         def put(self, value):
-            with pytest.raises(ValueError, match="answering in this thread"):
+            with pytest.raises(ValueError, match="already answering in this thread"):
                 clip.ask(QUESTIONS[0])
             said.append(value)
 

@@ -79,7 +79,7 @@ def test_a_model_for_each_slot(arguments, slots):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (([{"CPU": 2.0}], "cuda"), "gpus 1 and cpus 1 of a model are more"),
+        (([{"CPU": 2.0}], "cuda"), "gpus 1 and cpus 1 per model are more"),
         (([{"CPU": 2.0}, {"CPU": 4.0}], "auto", None, 5), "cpus 5 "),
         ((GPUS, "cpu", None, None, 1), "gpus 1 does not fit device cpu"),
         ((GPUS, "cuda", None, None, 0), "gpus 0 does not fit device cuda"),
