@@ -188,7 +188,10 @@ EVERY = [*BACKBONES, *_SLOW]
 LATER = [pytest.param(some, marks=pytest.mark.slow) for some in (*MIXTURES, *HYBRIDS, *HYBRID_MIXTURES)]
 # For tests of positions and caches: Molmo2 may close gaps in positions.
 with_compact = pytest.mark.parametrize(
-    "backbone", [*EVERY, molmo2("compact"), smolvlm("compact")], ids=lambda backbone: backbone.name, indirect=True
+    "backbone",
+    [*EVERY, molmo2("compact"), pytest.param(smolvlm("compact"), marks=pytest.mark.slow)],
+    ids=lambda backbone: backbone.name,
+    indirect=True,
 )
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
 DAILY = [*BACKBONES[:2], *(pytest.param(backbone, marks=pytest.mark.slow) for backbone in BACKBONES[2:])]

@@ -55,12 +55,11 @@ def selector(request, any_model, monkeypatch) -> str:
     return request.param
 
 
-@pytest.mark.parametrize("padding_side", ["left", "right"])
 @pytest.mark.parametrize("rows", [ROWS, MIXED, ADJACENT], ids=["videos", "mixed", "adjacent"])
 @torch.no_grad()
-def test_rows_of_a_batch_equal_the_naive_construction(backbone, any_model, selector, rows, padding_side):
-    inputs = backbone.batch(rows, padding_side)
-    low, middle, high = (level(any_model, inputs, share) for share in (0.2, 0.5, 0.8))
+def test_rows_of_a_batch_equal_the_naive_construction(backbone, any_model, selector, rows):
+    batches = [backbone.batch(rows, padding_side) for padding_side in ("left", "right")]
+    low, middle, high = (level(any_model, batches[0], share) for share in (0.2, 0.5, 0.8))
     rules = [
         NaiveThreshold(middle),
         NaiveThreshold(0.0),
@@ -70,34 +69,34 @@ def test_rows_of_a_batch_equal_the_naive_construction(backbone, any_model, selec
         NaiveThreshold(low, budget=13),
     ]
     for rule in rules:
-        outputs = any_model(**inputs, **call_of(rule))
+        found = [(any_model(**inputs, **call_of(rule)), inputs) for inputs in batches]
         for index, row in enumerate(backbone.alone(rows)):
             expected = backbone.naive(any_model, row, rule)
-            assert kept_of_row(outputs, inputs, index) == expected.kept, rule
-            found = logits_of_row(outputs, inputs, index)
-            torch.testing.assert_close(found, expected.logits, atol=backbone.naive_rounding, rtol=0)
+            for outputs, inputs in found:
+                assert kept_of_row(outputs, inputs, index) == expected.kept, rule
+                logits = logits_of_row(outputs, inputs, index)
+                torch.testing.assert_close(logits, expected.logits, atol=backbone.naive_rounding, rtol=0)
 
 
-@pytest.mark.parametrize("form", ["left", "right", "packed"])
-def test_losses_and_gradients_equal_those_of_separate_rows(backbone, any_model, form):
+def test_losses_and_gradients_equal_those_of_separate_rows(backbone, any_model):
     """The scorer learns through the bias, in videos that lose nothing too."""
-    if form == "packed" and any_model.model.refuses_packed_rows:
-        pytest.skip(f"{backbone.name} refuses packed rows")
     rows: Rows = [*ROWS, [2, Picture(), 3]]
-    inputs = backbone.pack(rows) if form == "packed" else backbone.batch(rows, form)
+    forms = [backbone.batch(rows, "left"), backbone.batch(rows, "right")]
+    if not any_model.model.refuses_packed_rows:
+        forms.append(backbone.pack(rows))
     for share in (0.0, 0.5):
-        rule = NaiveThreshold(level(any_model, inputs, share) if share else 0.0)
-        outputs = any_model(**inputs, **call_of(rule))
+        rule = NaiveThreshold(level(any_model, forms[0], share) if share else 0.0)
         separate = backbone.alone(rows)
         task_loss = torch.cat([backbone.naive(any_model, row, rule).task_losses for row in separate]).mean()
-        torch.testing.assert_close(outputs.task_loss, task_loss, atol=1e-5, rtol=0)
-        torch.testing.assert_close(outputs.loss, outputs.task_loss + outputs.temporal_loss)
         expected = gradients(any_model, task_loss)
-        found = gradients(any_model, any_model(**inputs, **call_of(rule)).task_loss)
-        assert_gradients_equal(found, expected, backbone.naive_rounding)
         scorer = [name for name in expected if ".scorer." in name and not name.endswith("k_proj.bias")]
         assert len(scorer) == 13
         assert all(expected[name].abs().max() > 0 for name in scorer)
+        for inputs in forms:
+            outputs = any_model(**inputs, **call_of(rule))
+            torch.testing.assert_close(outputs.task_loss, task_loss, atol=1e-5, rtol=0)
+            torch.testing.assert_close(outputs.loss, outputs.task_loss + outputs.temporal_loss)
+            assert_gradients_equal(gradients(any_model, outputs.task_loss), expected, backbone.naive_rounding)
 
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["videos", "mixed"])
