@@ -29,6 +29,7 @@ class STTSSmolVLMConfig(PruningConfig, SmolVLMConfig):
     model_type = "stts_smolvlm"
     native = SmolVLMConfig
     family = "SmolVLM2"
+    needs_transformers = "5.23"
     vision_class = STTSSmolVLMVisionConfig
     auto_classes: ClassVar[dict[str, str]] = {
         "AutoProcessor": "processing_stts_smolvlm.STTSSmolVLMProcessor",

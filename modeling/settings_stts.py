@@ -196,8 +196,10 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
     native: the stock config's class. family: its name in messages. vision_class: of the vision config.
     vision_settings: fields of the vision config that are arguments too. vision_names: what files call the vision
     config. auto_classes: the `auto_map` of a checkpoint, by default the classes of this file and its `modeling_...`.
+    needs_transformers: the oldest version whose native code has what ours stands on.
     """
 
+    needs_transformers: ClassVar[str] = "5.20"
     native: ClassVar[type[PreTrainedConfig]]
     family: ClassVar[str]
     vision_class: ClassVar[type[PreTrainedConfig]]
@@ -232,6 +234,8 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
         super().__init_subclass__(**kwargs)
 
     def __post_init__(self, **kwargs: Any) -> None:
+        remedy = f"{self.family} needs it: `pip install -U transformers`."
+        require_version(f"transformers>={self.needs_transformers}", remedy)
         given = {name: kwargs.pop(name) for name in self.vision_settings if name in kwargs}
         check_one_rule(given, REPLACED)
         if given.get("pruning_ratio") is not None:  # in place of what the vision config says

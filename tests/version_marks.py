@@ -12,7 +12,7 @@ since_transformers_5_23 = pytest.mark.skipif(
 )
 since_torch_2_14 = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.14"),
-    reason="compiles one graph more with PyTorch 2.9, and images not at all",
+    reason="PyTorch 2.9 compiles one graph more, and images not at all; it groups no products of experts on a CPU",
 )
 since_av_17_1 = pytest.mark.skipif(
     Version(av.__version__) < Version("17.1"), reason="tells how a picture with EXIF is turned since PyAV 17.1"

@@ -17,6 +17,7 @@ from stts_hf.modeling.mrope_stts import MropeBackbone
 from tests.backbones import HYBRID_MIXTURES, HYBRIDS, Clip, Inputs, Picture, Rows, longer, prompt, without_vision
 from tests.modeling.reference import as_float64, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.modeling.test_no_waiting import WAITING, Recorder
+from tests.version_marks import since_transformers_5_23
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), 3, Clip(2), 9], [6]]
 MIXED: Rows = [[2, Picture(), 2, Clip(3), 4], [2, Clip(2), 3, Picture(), 3], [7]]
@@ -120,7 +121,7 @@ def test_steps_over_a_cache_equal_recomputing(backbone, any_model, padding_side,
 
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["videos", "mixed"])
-@pytest.mark.parametrize("form", ["dynamic", "static", "in-chunks"])
+@pytest.mark.parametrize("form", ["dynamic", "static", pytest.param("in-chunks", marks=since_transformers_5_23)])
 def test_turns_over_the_cache_equal_recomputing(backbone, any_model, rows, form):
     inputs = prompt(backbone.batch(rows, "left"))
     cache = new_cache(any_model, "static" if form == "static" else "dynamic")

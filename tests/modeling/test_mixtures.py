@@ -11,6 +11,7 @@ from tests import tiny_qwen3_vl
 from tests.backbones import BACKBONES, HYBRID_MIXTURES, MIXTURES, Clip, Picture, Rows, prompt
 from tests.modeling.reference import CLOSE, as_float64, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.modeling.test_no_waiting import Recorder
+from tests.version_marks import since_torch_2_14
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Picture(), 3, Clip(2), 9], [6]]
 ROUTED = {"output_router_logits": True}
@@ -76,7 +77,7 @@ def test_a_call_adds_its_share_of_a_steps_router_loss(backbone, any_model):
     torch.testing.assert_close(whole.aux_loss, third.aux_loss)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("implementation", ["eager", pytest.param("grouped_mm", marks=since_torch_2_14)])
 def test_experts_run_as_the_caller_says_as_in_stock_models(backbone, tmp_path, implementation):
     model = backbone.model()
     model.save_pretrained(tmp_path)
