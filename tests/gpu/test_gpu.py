@@ -172,5 +172,5 @@ def test_all_of_it_runs_on_a_cpu(tmp_path):
     assert {part.name for part in parts if part.name not in found and not part.lacks} == set()
     results = {name: json.loads((tmp_path / f"gpu-{name}" / "result.json").read_text()) for name in found}
     for line in left_out([], results):
-        assert re.search("flash_attention|flex_attention|torch_varlen", line)
+        assert re.search("flash_attention|flex_attention|torch_varlen|flash-linear-attention", line)
     assert {part.name for part in parts if part.lacks} <= {"molmo2-flex", "vllm"}

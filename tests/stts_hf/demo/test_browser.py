@@ -139,16 +139,21 @@ def test_an_answer_is_stopped_and_what_was_written_stays(visit, gate, video):
     wait_for(page, "Answered from cache")
 
 
-def test_what_is_asked_during_an_answer_is_sent_after_it(visit, gate, video):
+def test_what_is_asked_during_an_answer_is_sent_after_it_and_an_empty_box_asks_nothing(visit, gate, video):
     page = visit()
     upload(page, video)
     ask(page, "Wait for it.")
     assert gate.reached.wait(PATIENCE)
+    page.press("#box textarea", "Enter")
     ask(page, "And now?")
     gate.open.set()
     wait_for(page, "Answered from cache")
     wait_until_answered(page)
     assert page.input_value("#box textarea") == ""
+    page.press("#box textarea", "Enter")
+    ask(page, "<|video|>")
+    wait_for(page, "control token", "body")
+    assert page.locator(".toast-body").count() == 1
 
 
 def test_a_browser_that_leaves_ends_its_answer(visit, served, gate, tmp_path):
