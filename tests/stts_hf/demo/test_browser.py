@@ -144,6 +144,7 @@ def test_what_is_asked_during_an_answer_is_sent_after_it_and_an_empty_box_asks_n
     upload(page, video)
     ask(page, "Wait for it.")
     assert gate.reached.wait(PATIENCE)
+    page.wait_for_selector("#chat .origin")  # so that the box is empty by now
     page.press("#box textarea", "Enter")
     ask(page, "And now?")
     gate.open.set()
