@@ -14,7 +14,7 @@ from tests.stts_hf.training.runs import logged, trainer
 
 FRAMES, STEPS, CLIPS, HELD_OUT = 8, 140, 3, 8  # frames a clip, optimizer steps, clips a step, clips to measure on
 
-FLAT = [backbone for backbone in BACKBONES if backbone.name != "smolvlm"]  # whose pixels are rows of patches
+FLAT = BACKBONES[:2]  # whose pixels are rows of patches; Qwen2.5-VL's tower is Qwen3-VL's with windows
 
 
 class MovingClips(Dataset):
