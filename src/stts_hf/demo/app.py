@@ -193,7 +193,9 @@ class Page:
         if video is None:
             raise complaint(ValueError("There is no video yet. Choose one, or use the sample clip."), "")
         with self.visits.turn(owner, video) as visit:
-            if visit is None or (visit.chosen and not question.strip()):  # of a video before, or Enter in an empty box
+            if visit is None:
+                return
+            if visit.chosen and not question.strip():  # Enter in an empty box
                 yield {self.owner: owner}  # Gradio empties all outputs of a generator that yields nothing
                 return
             turn = visit.answering = page.Turn(question)
