@@ -4,6 +4,7 @@ A new backbone gets them for free: add a `Backbone` to `BACKBONES`. A sample is 
 number of text tokens, a `Clip` or a `Picture`.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -195,6 +196,12 @@ with_compact = pytest.mark.parametrize(
 )
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
 DAILY = [*BACKBONES[:2], *(pytest.param(backbone, marks=pytest.mark.slow) for backbone in BACKBONES[2:])]
+
+
+@functools.cache
+def shared_model(backbone: Backbone) -> Any:
+    """Its tiny model, made once in a process."""
+    return backbone.model()
 
 
 def prompt(inputs: Inputs) -> Inputs:

@@ -9,11 +9,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.backbones import BACKBONES, Backbone, Clip, Picture, Rows, prompt
+from tests.backbones import BACKBONES, Backbone, Clip, Picture, Rows, prompt, shared_model
 from tests.modeling.reference import CLOSE, call_of, logits_of_row
 from tests.naive import NaiveThreshold, naive_keep_mask
 
-MODELS = {backbone.name: backbone.model() for backbone in BACKBONES}
 by_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
 
 parts = st.one_of(st.integers(1, 6), st.integers(1, 6).map(Clip), st.just(Picture()))
@@ -57,7 +56,7 @@ def threshold_at(scores: list[torch.Tensor], share: float) -> float:
 @given(rows=rows, drawn=cases)
 @torch.no_grad()
 def test_a_batch_is_its_rows(backbone: Backbone, rows: Rows, drawn: Drawn):
-    model, inputs = MODELS[backbone.name], backbone.batch(rows, drawn.padding_side)
+    model, inputs = shared_model(backbone), backbone.batch(rows, drawn.padding_side)
     model.config.vision_config.selector = drawn.selector
     scores = list(model(**inputs, pruning_ratio=0.0).token_scores or [])
     assume(scores)
@@ -80,7 +79,7 @@ def test_a_batch_is_its_rows(backbone: Backbone, rows: Rows, drawn: Drawn):
 @torch.no_grad()
 def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, drawn: Drawn):
     """Compared as logits of the second step, which reads the cache; tokens could differ by a tie."""
-    model, inputs = MODELS[backbone.name], prompt(backbone.batch(rows, "left"))
+    model, inputs = shared_model(backbone), prompt(backbone.batch(rows, "left"))
     model.config.vision_config.selector = drawn.selector
     scores = list(model(**inputs, pruning_ratio=0.0).token_scores or [])
     rule = NaiveThreshold(threshold_at(scores, drawn.share), *drawn.bounds)

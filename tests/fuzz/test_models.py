@@ -8,11 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.backbones import BACKBONES, Backbone, Clip, Picture, Rows, prompt
+from tests.backbones import BACKBONES, Backbone, Clip, Picture, Rows, prompt, shared_model
 from tests.modeling.reference import CLOSE, logits_of_row
 from tests.naive import naive_budget
 
-MODELS = {backbone.name: backbone.model() for backbone in BACKBONES}
 by_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
 
 parts = st.one_of(st.integers(1, 6), st.integers(1, 6).map(Clip), st.just(Picture()))
@@ -44,7 +43,7 @@ def apply(model: Any, settings: Settings) -> None:
 @given(rows=rows, ratio=ratios, padding_side=st.sampled_from(["left", "right"]), settings=tower_settings)
 @torch.no_grad()
 def test_a_batch_is_its_rows(backbone: Backbone, rows: Rows, ratio: float, padding_side: str, settings: Settings):
-    model, inputs = MODELS[backbone.name], backbone.batch(rows, padding_side)
+    model, inputs = shared_model(backbone), backbone.batch(rows, padding_side)
     apply(model, settings)
     together = model(**inputs, pruning_ratio=ratio)
     masks = together.keep_mask or []
@@ -60,7 +59,7 @@ def test_a_batch_is_its_rows(backbone: Backbone, rows: Rows, ratio: float, paddi
 @by_backbone
 @given(rows=rows, ratio=ratios, settings=tower_settings)
 def test_training_stays_finite(backbone: Backbone, rows: Rows, ratio: float, settings: Settings):
-    model = MODELS[backbone.name]
+    model = shared_model(backbone)
     apply(model, settings)
     model.train()
     try:
@@ -79,7 +78,7 @@ def test_training_stays_finite(backbone: Backbone, rows: Rows, ratio: float, set
 @torch.no_grad()
 def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, ratio: float, settings: Settings):
     """Compared as logits of the second step, which reads the cache; tokens could differ by a tie."""
-    model = MODELS[backbone.name]
+    model = shared_model(backbone)
     apply(model, settings)
     options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
     options |= {"return_dict_in_generate": True, "pruning_ratio": ratio, "eos_token_id": None}
