@@ -3,7 +3,8 @@
 from transformers.utils.versions import require_version
 
 # Every entry file of a checkpoint imports this file first: later imports fail without a reason in older versions.
-require_version("transformers>=5.20", "Upgrade it with `pip install -U transformers`.")
+OLDEST_TRANSFORMERS = "5.20"
+require_version(f"transformers>={OLDEST_TRANSFORMERS}", "Upgrade it with `pip install -U transformers`.")
 require_version("torch>=2.9", "Upgrade it with `pip install -U torch torchvision`.")
 
 import difflib
@@ -199,7 +200,7 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
     needs_transformers: the oldest version whose native code has what ours stands on.
     """
 
-    needs_transformers: ClassVar[str] = "5.20"
+    needs_transformers: ClassVar[str] = OLDEST_TRANSFORMERS
     native: ClassVar[type[PreTrainedConfig]]
     family: ClassVar[str]
     vision_class: ClassVar[type[PreTrainedConfig]]

@@ -138,6 +138,12 @@ def test_a_card_names_its_backbone(tmp_path):
     assert "PyAV" not in card.text
 
 
+@pytest.mark.parametrize(("name", "oldest"), [("stts-tiny", "5.20"), ("stts-smolvlm-tiny", "5.23")])
+def test_a_card_names_the_oldest_transformers_that_its_backbone_runs_with(tmp_path, name, oldest):
+    shutil.copy(TINY.with_name(name) / "config.json", tmp_path)
+    assert f"Needs transformers {oldest} or newer" in written(tmp_path).text
+
+
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory):
     folder = tmp_path_factory.mktemp("adapter")
