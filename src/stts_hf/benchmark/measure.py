@@ -129,8 +129,9 @@ class Runner:
 
     def run(self, ratio: float | None, clock: Clock) -> dict[str, float]:
         """One pass at pruning ratio `k`, or by the stock model for None. Returns the clock's reading of each stage."""
-        model, inputs = self.stock, stock_inputs(self.stock, self.inputs)
-        if ratio is not None:
+        if ratio is None:
+            model, inputs = self.stock, stock_inputs(self.stock, self.inputs)
+        else:
             model, inputs = self.model, self.inputs | {"pruning_ratio": ratio}
         if self.workload.mode == "training":
             return self._train(model, inputs, clock)
