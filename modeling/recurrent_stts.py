@@ -33,13 +33,11 @@ class RecurrentBackbone(MropeBackbone):
         the left. Raises `ValueError` for packed rows, and for a cache that was made for other layers.
         """
         super().read_call(call, kwargs)
-        why = self.refuses_packed_rows
-        if why is None and call.tokens.shape[0] > 1:
-            why = f"the kernels of recurrent layers take one such row a call, not {call.tokens.shape[0]}"
-        if call.packed_rows and why:
+        if call.packed_rows and (self.refuses_packed_rows or call.tokens.shape[0] > 1):
+            one = f"the kernels of recurrent layers take one such row a call, not {call.tokens.shape[0]}"
             raise ValueError(
-                f"`position_ids` start over (`packed_rows`): a row holds several samples, but {why}. Pass one sample "
-                "per row."
+                "`position_ids` start over (`packed_rows`): a row holds several samples, but "
+                f"{self.refuses_packed_rows or one}. Pass one sample per row."
             )
         if call.cache is not None and not any(getattr(call.cache, "is_linear", ())):
             raise ValueError(

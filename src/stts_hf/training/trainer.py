@@ -222,7 +222,8 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         step = self._step_counts if training else None
         if step is None:  # in evaluation, or called by hand
             step = counts.clamp_min(1)
-        given = {**inputs, "tower_cache": (seen := TowerCache())}
+        seen = TowerCache()  # of the blocks that are scored
+        given = {**inputs, "tower_cache": seen}
         outputs: Any = self._score(model, given, training) if alone else model(**given, num_items_in_batch=step[0])
         task = outputs.task_loss.float()  # a sum that is divided by `step[0]` already
         temporal = torch.zeros_like(task)
