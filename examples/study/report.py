@@ -3,6 +3,7 @@
 It is made from the records alone, however many there are: what is missing is named, and its cells stay empty.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -147,8 +148,9 @@ def header(results: Results) -> Iterator[str]:
 def rows_of_methods(results: Results) -> Iterator[tuple[str, str, str | None]]:
     """Label, method, and whose weights, of each row of the tables that all methods are in which were asked."""
     rows: list[tuple[str, str, str | None]] = [(method.label, name, None) for name, method in METHODS.items()]
-    trained = f"({METHODS[TOLD_TOO].label})"
-    rows += [(one.label.replace(ON_FROZEN, trained), name, TOLD_TOO) for name, one in METHODS.items() if one.told]
+    for weights, (name, one) in itertools.product(TOLD_TOO, METHODS.items()):
+        if one.told:
+            rows.append((one.label.replace(ON_FROZEN, f"({METHODS[weights].label})"), name, weights))
     for label, name, weights in rows:
         if any(results.find(name, ratio, weights=weights) for ratio in results.settings.ratios):
             yield label, name, weights
@@ -196,19 +198,20 @@ def claims(results: Results, look: str) -> Iterator[Claim]:
     trained = {0.5: -0.7, 0.7: nothing, 0.8: 8 if hard else nothing, 0.9: 15 if hard else 8}
     pairs = (
         ("scorer by answers - heuristic, frozen base", FROZEN, "cosine-inference", frozen),
-        ("STTS by answers - heuristic", TOLD_TOO, "cosine", trained),
-        ("STTS by answers, scorer of the base - heuristic", FIXED, "cosine", trained),
+        *((f"{METHODS[name].label} - heuristic", name, "cosine", trained) for name in TOLD_TOO),
         ("STTS - heuristic", "stts", "cosine", dict.fromkeys(trained, nothing)),
     )
     for text, first, second, least in pairs:
         for ratio, mean in least.items():
             low = 0.0 if mean > 0 else -2.0
             yield Claim(f"{text}, at {percent(ratio)}", [(1, find(first, ratio)), (-1, find(second, ratio))], mean, low)
-    bases = (("Scorer by answers", FROZEN, "none-inference"), ("STTS by answers", TOLD_TOO, UNPRUNED))
-    for text, name, other in (*bases, ("STTS by answers, scorer of the base", FIXED, "none-inference")):
-        yield Claim(f"{text}, at 90% - {METHODS[other].label}", [(1, find(name, 0.9)), (-1, find(other))], -4.0)
-    told = find("told", weights=TOLD_TOO)
-    yield Claim(f"STTS by answers - told, at {percent(MAIN_RATIO)}", [(1, find(TOLD_TOO)), (-1, told)], -2.0)
+    nothing_dropped = [(FROZEN, "none-inference"), *((name, UNPRUNED) for name in TOLD_TOO), (FIXED, "none-inference")]
+    for name, other in nothing_dropped:
+        text = f"{METHODS[name].label}, at 90% - {METHODS[other].label}"
+        yield Claim(text, [(1, find(name, 0.9)), (-1, find(other))], -4.0)
+    for name in TOLD_TOO:
+        text = f"{METHODS[name].label} - told, at {percent(MAIN_RATIO)}"
+        yield Claim(text, [(1, find(name)), (-1, find("told", weights=name))], -2.0)
 
 
 def claims_table(results: Results) -> str:

@@ -152,7 +152,8 @@ class Desk:
 def do_run(study: Study, run: Run, keep_checkpoint: bool = False, only: Sequence[str] = ()) -> str:
     """
     Trains and asks, and writes the run's record; returns a line about it. only: methods to ask, if not all. The frozen
-    base is not asked again what its record holds, which is written after each method and ratio.
+    base, and a trained model that was kept, are not asked again what their record holds, which is written after each
+    method and ratio.
     """
     desk, started, path = Desk(study), time.perf_counter(), study.folder / RECORDS / f"{run.name}.json"
     earlier = read_records(study.folder, study.settings).get(run.name, {"evaluations": {}, "seconds": 0.0})
@@ -160,19 +161,21 @@ def do_run(study: Study, run: Run, keep_checkpoint: bool = False, only: Sequence
     record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
     record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint = study.folder / CHECKPOINTS / run.name if keep_checkpoint else Path(folder) / "checkpoint"
-        record["training"] = train(run, desk, checkpoint)
+        kept = study.folder / CHECKPOINTS / run.name
+        is_kept = kept.is_dir() and "training" in earlier
+        checkpoint = kept if keep_checkpoint or is_kept else Path(folder) / "checkpoint"
+        record["training"] = earlier["training"] if is_kept else train(run, desk, checkpoint)
         if is_scored(run, study.settings):
             record["motion"] = earlier.get("motion") or correlate_with_motion(run, desk, checkpoint)
-        is_frozen, there = run.method == FROZEN, earlier["evaluations"]
-        record["evaluations"] = found = dict(there) if is_frozen else {}
+        goes_on, there = is_kept or run.method == FROZEN, earlier["evaluations"]
+        record["evaluations"] = found = dict(there) if goes_on else {}
         asked = evaluations(run, study.settings)
         asked = [one for one in asked if not only or one.method in only or one.name in there]
         for one in asked:
             if one.name not in found:
                 found[one.name] = ask(run, one, desk, checkpoint)
-                record["seconds"] = round(time.perf_counter() - started + earlier["seconds"] * is_frozen, 1)
-                if is_frozen or one == asked[-1]:
+                record["seconds"] = round(time.perf_counter() - started + earlier["seconds"] * goes_on, 1)
+                if goes_on or one == asked[-1]:
                     write_json(path, record)
     marks = found[asked[0].name]["marks"]
     return f"{run.name}: {marks.count(RIGHT) / len(marks):.1%} right, {record['seconds']:.0f} s"

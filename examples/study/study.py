@@ -23,7 +23,7 @@ SETTINGS, QUESTIONS, RECORDS, ALL_RECORDS = "study.json", "questions.json", "rec
 MAIN = "main"  # name of the test clips of `--dataset`
 MAIN_RATIO = 0.8  # of every table that is not about ratios
 SCALING_RATIO = 0.5  # whose saved tokens pay for more frames: the base has seen twice as many, and not more
-FIRST = (UNPRUNED, TOLD_TOO, "cosine", FROZEN, "random", "stts")  # of several runs, so that half a study tells the more
+FIRST = (UNPRUNED, *TOLD_TOO, "cosine", FROZEN, "random", "stts")  # of several runs: half a study tells the more
 # Fields of the model's configuration that runs may share; a method's own settings come before them.
 MODEL_SETTINGS = ("temporal_loss_weight", "detach_temporal_target", "score_rescaling", "pruned_position_ids", "packing")
 GROWING = ("seeds", "ratios", "layers")  # settings that may get more values later
@@ -143,7 +143,7 @@ def evaluations(run: Run, settings: Settings, only: Sequence[str] = ()) -> list[
         others = [other for other in METHODS.values() if not other.has_runs]
         others = [other for other in others if run.seed == settings.seeds[0] or not other.ignores_seeds]
         asked += [Evaluation(other.name, other.ratio(ratio)) for other in others for ratio in settings.ratios]
-    if run.method == TOLD_TOO and run.pruning_layer == settings.base_layer:
+    if run.method in TOLD_TOO and run.pruning_layer == settings.base_layer:
         asked += [Evaluation(other.name, MAIN_RATIO) for other in METHODS.values() if other.told]
     if _takes_part(run, settings, "scaling"):
         asked.append(Evaluation(method.name, method.ratio(SCALING_RATIO), scaling=SCALING_RATIO))
@@ -169,7 +169,7 @@ def _takes_part(run: Run, settings: Settings, part: str) -> bool:
 def is_done(record: Mapping[str, Any] | None, run: Run, settings: Settings, only: Sequence[str] = ()) -> bool:
     """Whether a run's record holds all that is asked of it: with ratios or methods that came later, it does not."""
     asked = {one.name for one in evaluations(run, settings, only)}
-    return record is not None and record["evaluations"].keys() >= asked
+    return not asked or (record is not None and record["evaluations"].keys() >= asked)
 
 
 def expected_hours(records: Mapping[str, Mapping[str, Any]], left: Sequence[Run], workers: int) -> tuple[float, str]:

@@ -56,6 +56,7 @@ def test_one_training_is_asked_at_all_ratios():
     assert [one.name for one in evaluations(Run("none", 3, 0), SETTINGS)] == ["none-0", "none-0-frames-for-50"]
     told = {one.name for one in evaluations(Run("stts-answers", 3, 0), SETTINGS)}
     assert told >= {"told-80", "told-clip-80", "stts-answers-50-frames-for-50"}
+    assert {one.name for one in evaluations(Run("stts-answers-fixed", 3, 0), SETTINGS)} >= {"told-80", "told-clip-80"}
     assert not {one.method for one in evaluations(Run("stts-answers", 2, 0), SETTINGS)} & {"told", "told-clip"}
 
 
@@ -80,6 +81,7 @@ def test_methods_without_training_can_be_asked_alone():
     record = {"evaluations": dict.fromkeys(asked)}
     assert is_done(record, run, SETTINGS, only)
     assert not is_done(record, run, SETTINGS, [*only, "told"])
+    assert is_done(None, Run("scorer-answers", 3, 1), SETTINGS, only)  # which has nothing to ask
 
 
 def test_hours_are_reckoned_from_runs_that_are_done():

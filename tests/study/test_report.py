@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from examples.study.data import StudyError
-from examples.study.methods import FIXED, FROZEN, TOLD_TOO
+from examples.study.methods import FROZEN, TOLD_TOO
 from examples.study.report import Claim, claims_table, write_report
 from examples.study.results import Results, t_interval
 from examples.study.study import FORMAT, QUESTIONS, RECORDS, SETTINGS, Evaluation, Run, Settings, evaluations, plan
@@ -42,7 +42,7 @@ def as_planned(run: Run, one: Evaluation, look: str, group: str) -> str:
 
 def contrary(run: Run, one: Evaluation, look: str, group: str) -> str:
     """What learns from answers is always wrong."""
-    return ("0" if one.method in (FROZEN, FIXED, TOLD_TOO) else "1") * PER_GROUP
+    return ("0" if one.method in (FROZEN, *TOLD_TOO) else "1") * PER_GROUP
 
 
 def record_of(run: Run, marks_of: Callable[[Run, Evaluation, str, str], str]) -> dict:
@@ -58,7 +58,7 @@ def record_of(run: Run, marks_of: Callable[[Run, Evaluation, str, str], str]) ->
     record = {"format": FORMAT, "study": STUDY.fingerprint, "run": dataclasses.asdict(run), "evaluations": asked}
     record |= {"machine": {"cpu": "abacus", "threads": 1, "device": "cpu"}, "versions": {"stts_hf": "0"}, "seconds": 36}
     seconds = None if run.method == FROZEN else 1.5
-    scorer_seconds = 60.0 + run.seed if run.method in (FROZEN, FIXED, TOLD_TOO) else None
+    scorer_seconds = 60.0 + run.seed if run.method in (FROZEN, *TOLD_TOO) else None
     record |= {"training": {"seconds_per_step": seconds, "losses": [], "scorer_seconds": scorer_seconds}}
     if run.method in ("stts", "cosine"):
         record["motion"] = {"clip-0": 0.4 + 0.1 * run.seed, "clip-1": 0.6}
