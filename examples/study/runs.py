@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import datetime
 import itertools
-import os
 import statistics
 import tempfile
 import time
@@ -87,16 +86,16 @@ def do_runs(
     """
     Does runs, each in a process, and returns those that failed: their tracebacks are on stderr, and the others go on.
 
-    only: methods to ask, if not all. workers: processes at a time, which share the cores alike. keep_checkpoints:
-    whether the trained models stay in `checkpoints/`. say: takes a line about each run. Raises `StudyError` where
-    another process is at this study or one was killed, and `OSError` where the disk is full. What is done by then stays
-    done.
+    only: methods to ask, if not all. workers: processes at a time, which share PyTorch's threads (`OMP_NUM_THREADS`)
+    alike. keep_checkpoints: whether the trained models stay in `checkpoints/`. say: takes a line about each run. Raises
+    `StudyError` where another process is at this study or one was killed, and `OSError` where the disk is full. What is
+    done by then stays done.
     """
     failed = []
     with _lock(study):
         processor, openly = load_processor(study.base), study.settings.without_options
         encode_conversations(study.dataset, processor, study.folder, openly)
-        threads = max(1, (os.cpu_count() or 1) // workers)
+        threads = max(1, torch.get_num_threads() // workers)
         pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin_process, (threads,), max_tasks_per_child=1)
         doing = {pool.submit(do_run, study, run, keep_checkpoints, only): run for run in runs}
         try:
