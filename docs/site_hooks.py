@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import io
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -15,6 +16,8 @@ from stts_hf.cli.main import COMMANDS, build_parser
 from stts_hf.versions import __version__
 
 DOCS = Path(__file__).parent
+# Of the repository, on GitHub, if it is known: with it pages have an edit link, and links to code lead there.
+REPO_URL = os.environ.get("REPO_URL", "").rstrip("/")
 ROOT_PAGES = ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 GUIDES = {
     "run": "tutorial_asking.md",
@@ -39,6 +42,9 @@ _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n(?: +options: \{(.*)\}\n)?", re.M)  # o
 def on_config(config: Any) -> Any:
     """The version below each page; commands before the reference, the pages of the API's names in it."""
     config.copyright = f"stts-hf {__version__}"
+    if REPO_URL:
+        config.edit_uri = f"{REPO_URL}/edit/main/docs/"
+        config.extra["social"] = [{"icon": "fontawesome/brands/github", "link": REPO_URL, "name": "Repository"}]
     place = next(index for index, section in enumerate(config.nav) if "Reference" in section)
     pages = [{name: f"api/{name}.md"} for name in api_pages()]
     config.nav[place]["Reference"] = [
@@ -89,7 +95,8 @@ def command_page(name: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links of pages of the root start there; a link to code, which is no page, becomes its path."""
+    """Links of pages of the root start there; a link to code, which is no page, leads into the repository, or becomes
+    its path."""
     name = page.file.src_uri
     if name == "api.md":
         return _DIRECTIVE.sub(api_line, markdown)
@@ -103,6 +110,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         if target.is_relative_to(DOCS):
             return link[0] if name not in ROOT_PAGES else f"[{text}]({target.relative_to(DOCS)}{heading})"
         path = str(target.relative_to(DOCS.parent))
+        if REPO_URL:
+            return f"[{text}]({REPO_URL}/blob/main/{path}{heading})"
         return text if path in text else f"{text} (`{path}`)"
 
     return _LINK.sub(rewrite, markdown)

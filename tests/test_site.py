@@ -3,6 +3,7 @@
 import html
 import importlib.util
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import stts_hf
 from stts_hf.cli.main import COMMANDS
 from tests.conftest import REPOSITORY
 
+REPO_URL = "https://github.com/owner/name"
 WITHOUT_DOCS = "the site needs the extra `docs`: pip install 'stts-hf[docs]'"
 
 
@@ -23,7 +25,8 @@ def site(tmp_path_factory) -> Path:
         pytest.skip(WITHOUT_DOCS)
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=600)
+    environment = os.environ | {"REPO_URL": REPO_URL}
+    ran = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return folder
 
@@ -49,6 +52,14 @@ def words(page: str) -> str:
 def test_every_page_is_in_the_site(site):
     pages = [page.stem for page in (REPOSITORY / "docs").glob("*.md")] + ["CONTRIBUTING", "SECURITY", "CHANGELOG"]
     assert [name for name in pages if name != "index" and not (site / name / "index.html").is_file()] == []
+
+
+@pytest.mark.slow
+def test_pages_and_links_to_code_lead_into_the_repository(site):
+    page = (site / "study" / "index.html").read_text()
+    assert f'href="{REPO_URL}/edit/main/docs/study/README.md"' in page
+    assert f'href="{REPO_URL}/blob/main/examples/study"' in page
+    assert "/edit/main/" not in (site / "commands" / "run" / "index.html").read_text()  # which is made
 
 
 @pytest.mark.slow

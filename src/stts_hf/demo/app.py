@@ -237,15 +237,17 @@ class Page:
             self.numbers: page.table(visit.measured),
             self.compare: gr.Button(visible=bool(visit.turns and visit.measured) and not unpruned),
             self.box: gr.Textbox(**ASK),
-            self.code: gr.Code(self._python(visit), visible=bool(visit.turns and visit.measured)),
+            self.code: gr.Code(python := self._python(visit), visible=bool(python)),
         }
 
     def _python(self, visit: Visit) -> str:
-        if not (visit.turns and visit.measured):
-            return ""
-        run, processing = visit.measured[-1], self.answerer.processing or {}
-        named = shown_name(self.answerer.assistants[run.selector].model.config.name_or_path)
-        return page.as_python(named, visit.turns[-1].question, run, processing, self.limits.new_tokens)
+        """The last question whose video was read: one that was stopped before has no settings to show."""
+        for turn in reversed(visit.turns):
+            if turn.progress is not None:
+                named = shown_name(self.answerer.assistants[turn.progress.selector].model.config.name_or_path)
+                settings = (self.answerer.processing or {}, self.limits.new_tokens)
+                return page.as_python(named, turn.question, turn.progress, *settings)
+        return ""
 
     def _untold(self) -> Changes:
         told = {self.chat: [], self.timeline: "", self.numbers: "", self.compare: gr.Button(visible=False)}

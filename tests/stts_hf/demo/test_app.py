@@ -250,6 +250,7 @@ def test_it_listens_on_this_machine_only_and_keeps_its_files_to_itself(served):
 
 def test_stop_is_answered_while_the_video_is_still_read(served, video):
     request: Any = SimpleNamespace(session_hash="stops")
+    *_, answered = served.ask("Where is it?", str(video), 70, "cosine", request)
     running = served.ask("What moves?", str(video), 50, "scorer", request)
     next(running)  # shows the question; nothing is read yet
     shown = served.stop(request)
@@ -257,5 +258,7 @@ def test_stop_is_answered_while_the_video_is_still_read(served, video):
     last = list(running)[-1]
     assert "Stopped" in last[served.chat][-1]["content"]
     assert "empty answer" not in last[served.chat][-1]["content"]
+    for python in (answered[served.code].value, last[served.code].value):  # a question with its own settings
+        assert ("Where is it?" in python) == ("0.7" in python) == ("cosine" in python) != ("What moves?" in python)
     assert served.chat not in served.stop(request)  # nothing runs any more
     served.visits.leave("stops")
