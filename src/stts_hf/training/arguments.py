@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +15,6 @@ from transformers import TrainingArguments
 from stts_hf.model_parts import CONNECTOR, LANGUAGE_MODEL, PARTS, SCORER, VISION_TOWER, parts_of
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.answer_loss import ANSWER_LOSSES
-from stts_hf.training.worth import AnswersTarget
 from stts_hf.wording import did_you_mean
 
 ADAPTER = "adapter"  # LoRA and DoRA weights, in any part
@@ -114,14 +112,6 @@ class STTSTrainingArguments(TrainingArguments):
         for name, reason in REFUSED.items():
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}, but must be left out: {reason}.")
-
-    def answers_target(self) -> AnswersTarget:
-        """The scorer's loss by answers, with these settings."""
-        low, high = self.pruning_ratio_range or DEPLOYED_RATIOS
-        rounds, folder = self.mask_rounds if self.scorer_only else 0, Path(str(self.output_dir))
-        return AnswersTarget(
-            self.num_masks, (low, high), self.answer_loss, rounds, folder, self.seed, self.process_index
-        )
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""

@@ -29,10 +29,6 @@ class Masks:
         """Of a row without videos."""
         return cls(torch.zeros(1, 1, 0, dtype=torch.bool), torch.zeros(1, 1))
 
-    def join(self, others: "Masks") -> "Masks":
-        """These groups, and those of `others` of the same row."""
-        return Masks(torch.cat([self.dropped, others.dropped]), torch.cat([self.losses, others.losses]))
-
     def to_json(self) -> dict[str, Any]:
         packed = b64encode(np.packbits(self.dropped.numpy()).tobytes()).decode()
         return {"shape": list(self.dropped.shape), "dropped": packed, "losses": self.losses.tolist()}
@@ -97,9 +93,7 @@ class MaskStore:
         self.unit = unit
         write_line(self.file, {"identity": self.identity, "unit": unit})
 
-    def get(self, key: str) -> Masks | None:
-        """The masks of all rounds of a row, None for one that has none."""
-        found = None
-        for masks in self.masks.get(key, ()):
-            found = masks if found is None else found.join(masks)
-        return found
+    def get(self, key: str) -> Masks:
+        """The masks of all rounds of a row."""
+        rounds = self.masks[key]
+        return Masks(torch.cat([it.dropped for it in rounds]), torch.cat([it.losses for it in rounds]))

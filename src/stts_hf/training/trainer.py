@@ -21,13 +21,7 @@ from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import VISION_TOWER, find_backbone
 from stts_hf.modeling.plan_stts import TowerCache
 from stts_hf.selectors import SELECTORS
-from stts_hf.training.arguments import (
-    STTSTrainingArguments,
-    learns_answers,
-    prepare_parts,
-    split_groups,
-    trained_parts,
-)
+from stts_hf.training.arguments import STTSTrainingArguments, learns_answers, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
 from stts_hf.training.distributed import (
     check_batches_agree,
@@ -38,7 +32,7 @@ from stts_hf.training.distributed import (
 from stts_hf.training.losses import COUNTS, LOSSES, LossHistory, PruningMetrics, count, describe
 from stts_hf.training.scorer_alone import ScoringOutput, StateCache, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
-from stts_hf.training.worth import AnswersTarget, draw_ratios, measure_unit, worth_loss
+from stts_hf.training.worth import AnswersTarget, draw_ratios, worth_loss
 
 logger = logging.get_logger(__name__)
 
@@ -130,8 +124,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                     "`worth_unit` is None, but each of several processes would measure another. Set it, such as "
                     "`worth_unit: 0.01`, or take the one that a short run of one process saves in its config."
                 )
-            self.answers = self.args.answers_target()
-            self.answers.open(model)
+            self.answers = AnswersTarget(model, self.args)
         checkpointing = self.args.gradient_checkpointing_kwargs
         if self.args.gradient_checkpointing and isinstance(checkpointing, dict) and checkpointing.get("use_reentrant"):
             # It computes no gradients if no input requires one, as with LoRA and with frozen parts. transformers makes
@@ -279,8 +272,6 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 return self.answers.deployed(self.model, batch)
             done = self.state.global_step / max(self.state.max_steps, 1)
             masks = self.answers.masks(self.model, batch, self._keys, done)
-        if self.model.config.worth_unit is None:
-            self.model.config.worth_unit = self.answers.keep_unit(measure_unit(masks))
         return worth_loss(outputs.token_scores, masks, self.model.config.worth_unit)
 
     def _score(self, model: Any, inputs: dict[str, Any], training: bool) -> ScoringOutput:

@@ -18,6 +18,7 @@ from stts_hf.model_parts import SCORER, find_backbone, parts_of, video_placehold
 from stts_hf.modeling.plan_stts import assign_to_rows
 from stts_hf.modeling.scoring_stts import block_worth, num_kept_blocks, temporal_similarity
 from stts_hf.training.answer_loss import AnswerLoss
+from stts_hf.training.arguments import DEPLOYED_RATIOS, STTSTrainingArguments
 from stts_hf.training.masks import Masks, MaskStore
 
 GROUPS = 2  # of the masks of a round: those of a random order, and those of the policy
@@ -58,16 +59,16 @@ def measure(
     ratios: tuple[float, float],
     kind: str = "divergence",
     on_policy: bool = False,
-) -> list[Masks | None]:
+) -> list[Masks]:
     """
-    Draws masks for each row of a batch (B, L), and measures the answer loss under each. None for a row without videos.
+    Draws masks for each row of a batch (B, L), and measures the answer loss under each. `Masks.none()` without videos.
 
     seeds: of each row's draws. num_masks: of each group. ratios: lowest and highest share dropped; each group of a row
     draws one, evenly over the logarithm of the share kept. kind: of `AnswerLoss`. on_policy: whether the second group
     follows the model's scorer; else it follows the change between frames. Raises `ValueError` as the model does.
     """
     if find_backbone(model)[1].video_inputs[0] not in batch:
-        return [None] * len(seeds)
+        return [Masks.none()] * len(seeds)
     loss = AnswerLoss(model, batch, kind)
     shapes = [(scores.shape[0], scores.shape[1]) for scores in loss.whole.token_scores]  # (T, n)
     sizes = [frames * number for frames, number in shapes]
@@ -100,7 +101,7 @@ def measure(
     of_masks = torch.stack(found).cpu().unflatten(0, (GROUPS, num_masks))
     of_rows = torch.stack(losses).cpu().unflatten(0, (GROUPS, num_masks))  # (GROUPS, num_masks, B)
     parts = of_masks.split([sum(sizes[video] for video in videos) for videos in rows], dim=-1)
-    return [Masks(part, of_rows[..., row]) if part.shape[-1] else None for row, part in enumerate(parts)]
+    return [Masks(part, of_rows[..., row]) if part.shape[-1] else Masks.none() for row, part in enumerate(parts)]
 
 
 def draw_ratios(ratios: tuple[float, float], places: Sequence[float]) -> list[float]:
@@ -115,16 +116,16 @@ def num_free(masks: Masks) -> torch.Tensor:
     return torch.minimum(dropped, masks.dropped.shape[-1] - dropped).clamp_min(1)
 
 
-def measure_unit(masks: Sequence[Masks | None]) -> float:
+def measure_unit(masks: Sequence[Masks]) -> float:
     """`worth_unit` with which logits of fitted scores spread by about 1: the losses' standard deviation over masks."""
-    some = [mask for mask in masks if mask is not None and mask.losses.shape[-1] > 1]
+    some = [mask for mask in masks if mask.losses.shape[-1] > 1]
     if not some:
         return 1e-3
     variance = torch.stack([(mask.losses.var(-1) / num_free(mask)).mean() for mask in some]).mean()
     return max(float(variance.sqrt()), 1e-6)
 
 
-def worth_loss(token_scores: Sequence[torch.Tensor], masks: Sequence[Masks | None], unit: float) -> torch.Tensor:
+def worth_loss(token_scores: Sequence[torch.Tensor], masks: Sequence[Masks], unit: float) -> torch.Tensor:
     """
     Sum over rows of the squared error between the answer losses under masks and the summed worth of what they drop:
     within groups, and, weighted by `LEVEL_WEIGHT`, of the groups' means. It is about 1 a row if all scores are equal.
@@ -133,13 +134,11 @@ def worth_loss(token_scores: Sequence[torch.Tensor], masks: Sequence[Masks | Non
     these videos.
     """
     scores = torch.cat([scores.flatten() for scores in token_scores])
-    sizes = [0 if mask is None else mask.dropped.shape[-1] for mask in masks]
+    sizes = [mask.dropped.shape[-1] for mask in masks]
     if sum(sizes) != len(scores):
         raise ValueError(f"The masks are of {sum(sizes)} blocks, but the videos have {len(scores)}: measure again.")
     total = scores.new_zeros(())
     for mask, some in zip(masks, scores.split(sizes), strict=True):
-        if mask is None:
-            continue
         predicted = mask.dropped.to(some.device, torch.float32) @ block_worth(some, unit)  # (groups, M)
         errors = (predicted - mask.losses.to(some.device)) / unit
         level = errors.mean(-1, keepdim=True)
@@ -150,42 +149,30 @@ def worth_loss(token_scores: Sequence[torch.Tensor], masks: Sequence[Masks | Non
 
 class AnswersTarget:
     """
-    The scorer's loss in a run with `scorer_target="answers"`. num_masks: of a row in a round. ratios: lowest and
-    highest share dropped. rounds: how often the masks of a row are drawn during the run, from the second on by the
-    scorer as it is then; 0 measures new masks in every step, for a model that itself changes. folder: of the masks.
+    The scorer's loss in a run with `scorer_target="answers"`. With `scorer_only` the masks of a row are drawn
+    `mask_rounds` times during the run, from the second on by the scorer as it is then, and kept in the output folder,
+    also for a run with the same frozen weights and settings. Else the model itself changes: every step measures new
+    masks.
     """
 
-    def __init__(
-        self, num_masks: int, ratios: tuple[float, float], kind: str, rounds: int, folder: Path, seed: int, process: int
-    ) -> None:
-        self.options: dict[str, Any] = {"num_masks": max(num_masks // GROUPS, 2), "ratios": ratios, "kind": kind}
-        self.rounds, self.folder, self.seed, self.process = rounds, folder, seed, process
+    def __init__(self, model: PreTrainedModel, args: STTSTrainingArguments) -> None:
+        low, high = args.pruning_ratio_range or DEPLOYED_RATIOS
+        num_masks, kind = max(args.num_masks // GROUPS, 2), args.answer_loss
+        self.options: dict[str, Any] = {"num_masks": num_masks, "ratios": (low, high), "kind": kind}
+        self.rounds, self.seed, self.was_fitted = args.mask_rounds, args.seed, model.config.worth_unit is not None
         self.store: MaskStore | None = None
+        if args.scorer_only:
+            layer = model.config.vision_config.pruning_layer
+            identity = frozen_identity(model, layer, self.seed, self.rounds, *self.options.values())
+            self.store = MaskStore(Path(str(args.output_dir)), identity, args.process_index)
+            model.config.worth_unit = model.config.worth_unit or self.store.unit
 
-    def open(self, model: PreTrainedModel) -> None:
-        """Reads what an earlier run with the same frozen weights and settings measured."""
-        if not self.rounds:
-            return
-        layer = model.config.vision_config.pruning_layer
-        identity = frozen_identity(model, layer, self.seed, self.rounds, *self.options.values())
-        self.store = MaskStore(self.folder, identity, self.process)
-        self.was_fitted = model.config.worth_unit is not None
-        if self.store.unit is not None and not self.was_fitted:
-            model.config.worth_unit = self.store.unit
-
-    def keep_unit(self, unit: float) -> float:
-        """Writes the unit that this run has measured; returns it."""
-        if self.store is not None and self.process == 0:
-            self.store.set_unit(unit)
-        return unit
-
-    def masks(self, model: PreTrainedModel, batch: Mapping[str, Any], keys: Sequence[str], done: float) -> Any:
+    def masks(self, model: PreTrainedModel, batch: Mapping[str, Any], keys: Sequence[str], done: float) -> list[Masks]:
         """Masks of each row of a batch, measured where they are missing. done: share of the run."""
-        seeds = [zlib.crc32(f"{self.seed} {key}".encode()) for key in keys]
-        if not self.rounds:
+        if self.store is None:
             seeds = torch.randint(2**31, (len(keys),)).tolist()
             return measure(model, batch, seeds, **self.options, on_policy=True)
-        assert self.store is not None  # `open` comes first
+        seeds = [zlib.crc32(f"{self.seed} {key}".encode()) for key in keys]
         number = min(int(done * self.rounds), self.rounds - 1)
         if any(self.store.lacks(key, number) for key in keys) and done > 0:
             self.store.reload()  # another process may have measured them
@@ -195,8 +182,12 @@ class AnswersTarget:
             measured = measure(model, batch, [seed + again for seed in seeds], **self.options, on_policy=on_policy)
             for key, mask in zip(keys, measured, strict=True):
                 if self.store.lacks(key, again):
-                    self.store.add(key, mask or Masks.none())
-        return [self.store.get(key) for key in keys]
+                    self.store.add(key, mask)
+        masks = [self.store.get(key) for key in keys]
+        if model.config.worth_unit is None:
+            model.config.worth_unit = measure_unit(masks)
+            self.store.set_unit(model.config.worth_unit)
+        return masks
 
     @torch.no_grad()
     def deployed(self, model: PreTrainedModel, batch: Mapping[str, Any]) -> torch.Tensor:
