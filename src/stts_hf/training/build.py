@@ -86,7 +86,8 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
     model_config = load_model_config(config)
     processor = load_processor(config, model_config)
     with config.training.main_process_first(desc="reading the data"):  # the others read its cache
-        rows = {name: load_data(config, name) for name in ("train", "eval") if getattr(config.data, f"{name}_data")}
+        names, target = ("train", "eval"), model_config.scorer_target
+        rows = {name: load_data(config, name, target) for name in names if getattr(config.data, f"{name}_data")}
     run = prepare_data(TrainingSetup(config, model_config, processor, rows, dict.fromkeys(rows, 0)), progress)
     check_data(run)
     return run
@@ -120,7 +121,7 @@ def load_processor(config: TrainConfig, model_config: PruningConfig) -> Processo
     return processor
 
 
-def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
+def load_data(config: TrainConfig, name: str, scorer_target: str) -> datasets.Dataset:
     """Loads the rows of `train_data` or `eval_data`. Raises `ConfigError`."""
     data = config.data
     sources, split = getattr(data, f"{name}_data"), getattr(data, f"{name}_split")
@@ -128,7 +129,7 @@ def load_data(config: TrainConfig, name: str) -> datasets.Dataset:
         rows = load_rows(sources, split=split, media_root=data.media_root, revision=data.data_revision)
         if not config.training.scorer_only:
             return rows
-        learns_answers = config.model.scorer_target == "answers"
+        learns_answers = scorer_target == "answers"
         marked = mark_unanswered(rows, data.default_question, data.max_answer_tokens if learns_answers else 0)
         return with_ids(marked) if learns_answers else marked
 
@@ -174,7 +175,6 @@ def prepare_data(run: TrainingSetup, progress: bool = True) -> TrainingSetup:
 def check_data(run: TrainingSetup) -> None:
     """Raises `ConfigError` if the training rows lack the lengths to sort by, or anything for the scorer to learn."""
     arguments, rows, data = run.arguments, run.rows["train"], run.config.data
-    setting = "`scorer_only` is true" if arguments.scorer_only else ""
     fixed = next((name for name in ("pack_to", "pad_to", "max_length") if getattr(data, name) is not None), None)
     if fixed and (run.needs_answers or arguments.pruning_ratio_range):
         why = "`scorer_target` is 'answers'" if run.needs_answers else "`pruning_ratio_range` draws ratios"
@@ -184,12 +184,14 @@ def check_data(run: TrainingSetup) -> None:
     if by_length and column not in getattr(rows, "column_names", ()):
         problem = f"is {arguments.train_sampling_strategy!r}, but the rows have no column {column!r}."
         raise run.config.error("train_sampling_strategy", f"{problem} `max_length` measures them.")
-    if setting and not any(read_row(row).videos for row in run.tables["train"]):
-        raise run.config.error("train_data", f"holds no row with a video, so there is nothing to learn. {setting}.")
+    if not arguments.scorer_only:
+        return
+    problem = "so there is nothing to learn. `scorer_only` is true."
+    if not any(read_row(row).videos for row in run.tables["train"]):
+        raise run.config.error("train_data", f"holds no row with a video, {problem}")
     shown = frames.get_frames(run.processor.video_processor)["num_frames"]
-    if arguments.scorer_only and shown <= getattr(run.processor.video_processor, "temporal_patch_size", 1):
-        problem = f"is {shown}, but the first frame always stays"
-        raise run.config.error("num_frames", f"{problem}, so there is nothing to learn. {setting}.")
+    if shown <= getattr(run.processor.video_processor, "temporal_patch_size", 1):
+        raise run.config.error("num_frames", f"is {shown}, but the first frame always stays, {problem}")
 
 
 def load_model(run: TrainingSetup) -> PreTrainedModel:

@@ -1,13 +1,16 @@
 """What is prepared of a configuration before any weights are loaded."""
 
+import json
+import shutil
 from typing import Any
 
 import datasets
 import pytest
 
-from stts_hf.data.rows import RowError
+from stts_hf.data.rows import ANSWER, RowError
 from stts_hf.training.build import load_data, make_trainer, prepare, with_ids
 from stts_hf.training.config import load_config
+from tests.checkpoints import TINY
 from tests.tiny import tiny_model
 from tests.training_files import row, write_config, write_data, write_rows
 
@@ -36,9 +39,9 @@ def test_a_revision_is_for_the_data_of_the_hub(files, monkeypatch):
     monkeypatch.setattr("datasets.load_dataset", lambda path, **options: asked.update({path: options}))
     both = load_config(config, ["--train_data=someone/clips", f"--eval_data={data}", "--data_revision=v2"])
     with pytest.raises(ValueError, match="training needs rows by number"):
-        load_data(both, "train")
+        load_data(both, "train", "change")
     assert asked["someone/clips"]["revision"] == "v2"
-    assert len(load_data(both, "eval"))
+    assert len(load_data(both, "eval", "change"))
 
 
 def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):
@@ -49,6 +52,18 @@ def test_a_file_that_is_no_video_is_found_before_the_training(files, tmp_path):
         with pytest.raises(RowError, match=r"Row 'broken': .*broken.mp4'"):
             prepare(load_config(config, [f"--eval_data={broken}", setting]), progress=False)
     prepare(load_config(config, [f"--eval_data={broken}", "--check_headers=false"]), progress=False)
+
+
+def test_rows_get_answers_where_the_checkpoint_says_that_its_scorer_learns_them(files, tmp_path):
+    config, data = files
+    shutil.copytree(TINY, tmp_path / "model")
+    settings = json.loads((TINY / "config.json").read_text()) | {"scorer_target": "answers"}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    asked = write_rows(data.parent, [row(0, messages=None, question="What moves?")], "asked.jsonl")
+    words = [f"--model_name_or_path={tmp_path / 'model'}", f"--train_data={asked}", "--scorer_only"]
+    run = prepare(load_config(config, words), progress=False)
+    assert run.needs_answers
+    assert json.loads(run.tables["train"][ANSWER][0]) == {"question": "Describe this video.", "room": 128}
 
 
 def test_rows_of_several_data_sets_get_ids_that_differ():
