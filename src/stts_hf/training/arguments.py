@@ -24,11 +24,6 @@ PAPER_LEARNING_RATES = {LANGUAGE_MODEL: 1e-5, VISION_TOWER: 5e-6, CONNECTOR: 5e-
 
 DEPLOYED_RATIOS = (0.5, 0.95)  # of masks, where no `pruning_ratio_range` is given
 
-REFUSED = {
-    "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
-    "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
-}
-
 
 def setting(default: Any, help: str, choices: Sequence[str] | None = None) -> Any:
     """A dataclass field with a help text for `HfArgumentParser`."""
@@ -65,6 +60,10 @@ class STTSTrainingArguments(TrainingArguments):
         ValueError: a part is unknown, or a rate is below 0.
     """
 
+    refused: ClassVar[dict[str, str]] = {
+        "enable_jit_checkpoint": "STTSTrainer itself saves and ends on SIGTERM, and the run resumes exactly",
+        "label_smoothing_factor": "the model computes its losses itself, on the shortened sequence",
+    }
     _VALID_DICT_FIELDS: ClassVar = [*TrainingArguments._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
 
     learning_rate: float = setting(PAPER_LEARNING_RATES[LANGUAGE_MODEL], "The language model's peak learning rate.")
@@ -73,13 +72,9 @@ class STTSTrainingArguments(TrainingArguments):
     )
     freeze: list[str] | None = setting(None, f"Parts not to train: {', '.join(PARTS)}.")
     scorer_only: bool = setting(False, "Train the scorer alone, by `scorer_target`; all other parts are frozen.")
-    pruning_ratio_range: list[float] | None = setting(
-        None, "Lowest and highest share of a video's blocks to drop: each video draws its ratio in training."
-    )
+    pruning_ratio_range: list[float] | None = setting(None, "Lowest and highest ratio that a video draws in training.")
     num_masks: int = setting(12, "Keep masks of a row in a round, with `scorer_target: answers`.")
-    mask_rounds: int = setting(
-        2, "How often masks of a row are drawn, with `scorer_only` and `scorer_target: answers`."
-    )
+    mask_rounds: int = setting(2, "Draws of a row's masks, with `scorer_only` and `scorer_target: answers`.")
     state_cache_gb: float = setting(0.0, "Memory for outputs of ViT layer `l`, with `scorer_only`, in gigabytes.")
     answer_loss: str = setting("divergence", "What a mask costs, with `scorer_target: answers`.", ANSWER_LOSSES)
     log_frame_positions: int = setting(64, "Number of frame positions whose kept share TensorBoard shows; 0 for none.")
@@ -97,21 +92,18 @@ class STTSTrainingArguments(TrainingArguments):
             raise ValueError(f"`freeze` must be a list of parts, such as [{self.freeze!r}], not a string.")
         self.freeze = list(self.freeze or ())
         check_parts("freeze", self.freeze, PARTS)
-        if self.log_frame_positions < 0:
-            raise ValueError(f"`log_frame_positions` must be 0 or more, not {self.log_frame_positions}.")
-        for name, least in (("num_masks", 4), ("mask_rounds", 1)):
+        for name, least in (("log_frame_positions", 0), ("num_masks", 4), ("mask_rounds", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"`{name}` must be at least {least}, not {getattr(self, name)}.")
         if self.answer_loss not in ANSWER_LOSSES:
             raise ValueError(f"`answer_loss` must be one of {', '.join(ANSWER_LOSSES)}, not {self.answer_loss!r}.")
         bounds = self.pruning_ratio_range
         if bounds is not None and not (len(bounds) == 2 and 0 <= bounds[0] <= bounds[1] < 1):
-            raise ValueError(
-                f"`pruning_ratio_range` must be the lowest and the highest ratio, such as [0.1, 0.95], not {bounds!r}."
-            )
-        for name, reason in REFUSED.items():
-            if getattr(self, name):
-                raise ValueError(f"`{name}` is {getattr(self, name)}, but must be left out: {reason}.")
+            raise ValueError(f"`pruning_ratio_range` must be two ratios, such as [0.1, 0.95], not {bounds!r}.")
+        for name, reason in self.refused.items():
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            if value not in (default, None):
+                raise ValueError(f"`{name}` must be left at {default!r}, not {value!r}: {reason}.")
 
     def _complete(self, given: Any) -> dict[str, float]:
         """The given rates, checked, and the paper's for all other parts."""

@@ -85,9 +85,7 @@ class ModelArguments:
     lora_r: int = setting(16, "Rank of the adapter.")
     lora_alpha: int = setting(32, "Scale of the adapter, times r.")
     lora_dropout: float = setting(0.05, "Dropout before the adapter.")
-    lora_target_modules: list[str] | None = setting(
-        None, "Names of modules, or one pattern; by default all linear layers of the text model."
-    )
+    lora_target_modules: list[str] | None = setting(None, "Names or a pattern; by default the text's linear layers.")
     lora_modules_to_save: list[str] | None = setting(None, "Modules trained in full; by default the scorer.")
     merge_adapter: bool = setting(False, "Whether to save the merged model too, in OUTPUT_DIR/merged.")
 

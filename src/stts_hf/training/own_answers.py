@@ -60,21 +60,13 @@ def answer_rows(
     on_error: str = "raise",
 ) -> datasets.Dataset:
     """
-    Answers the marked rows greedily, at `k = 0`; every process its share. Videos are decoded meanwhile.
+    Returns the rows with the model's greedy answers, at `k = 0`, to the marked ones; every process answers its share.
+    `prepare_rows` then measures them again.
 
-    Args:
-        rows: of `mark_unanswered`, then `prepare_rows`.
-        model: of any backbone, on its device.
-        processor: the one that prepared the rows.
-        folder: keeps answers as they come, so that a killed run does not lose them.
-        identity: of the model and its settings; answers in `folder` of other identities are ignored.
-        on_error: "raise", or "skip" to leave out rows that cannot be answered, with a warning.
-
-    Returns:
-        The rows with their answers, for `prepare_rows`, which measures them again.
-
-    Raises:
-        RowError: with on_error="raise", for a video that cannot be decoded, or an empty answer.
+    rows: of `mark_unanswered`, then `prepare_rows` with the same processor. folder: keeps answers as they come, so that
+    a killed run does not lose them. identity: of the model and its settings; answers in `folder` of other identities
+    are ignored. on_error: "raise" a `RowError` for a video that cannot be decoded or an empty answer, or "skip" such a
+    row with a warning.
     """
     state = PartialState()
     marks: list[str | None] = list(rows[ANSWER]) if ANSWER in rows.column_names else []

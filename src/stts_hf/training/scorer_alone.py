@@ -1,12 +1,9 @@
 """
-The scorer by itself, on a frozen model.
-
-Scores need the ViT's states after layer `l` alone. If nothing else is learned, its later layers, the connector and the
-language model do not run with gradients, and no gradient passes through the earlier layers.
+The scorer by itself, on a frozen model: scores need the ViT's states after layer `l` alone. Later layers, the connector
+and the language model do not run with gradients, and no gradient passes through the earlier layers.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,11 +12,6 @@ from torch import nn
 from stts_hf.model_parts import SCORER, find_backbone, module_of, video_placeholders
 from stts_hf.modeling.plan_stts import TowerCache, assign_to_rows
 from stts_hf.modeling.pruning_stts import PruningOutput
-
-
-@dataclass
-class ScoringOutput(PruningOutput):
-    """Outputs of a call that runs no language model."""
 
 
 class StateCache:
@@ -52,7 +44,7 @@ class StateCache:
 
 def score_videos(
     model: nn.Module, batch: Mapping[str, Any], states: StateCache | None = None, keys: Sequence[str] = ()
-) -> ScoringOutput:
+) -> PruningOutput:
     """
     Returns `temporal_loss` (None with `scorer_target="answers"`) and `token_scores` of a batch's videos; `task_loss` is
     0. Without videos the loss is 0 and depends on the whole scorer, as DDP requires. keys: of the rows, for `states`.
@@ -62,7 +54,7 @@ def score_videos(
     if pixels is None:
         scorer = module_of(model, SCORER).parameters()
         nothing = sum((0 * parameter.float().sum() for parameter in scorer), torch.zeros(()))
-        return ScoringOutput(task_loss=torch.zeros_like(nothing), temporal_loss=nothing)
+        return PruningOutput(task_loss=torch.zeros_like(nothing), temporal_loss=nothing)
     videos = {name: batch[name] for name in backbone.video_inputs if batch.get(name) is not None}
     cache = batch.get("tower_cache") or TowerCache()
     cache.states = {} if states is None else states.read(keys, pixels.device)
@@ -74,4 +66,4 @@ def score_videos(
         placeholders = video_placeholders(backbone, batch).sum(-1).tolist()
         states.write(keys, assign_to_rows("video", placeholders, sizes), cache, sizes)
     nothing = found.token_scores[0].new_zeros(())
-    return ScoringOutput(task_loss=nothing, temporal_loss=found.temporal_loss, token_scores=found.token_scores)
+    return PruningOutput(task_loss=nothing, temporal_loss=found.temporal_loss, token_scores=found.token_scores)

@@ -1,12 +1,9 @@
 """
-`trl.SFTTrainer` for STTS models.
-
-TRL computes the loss from the last hidden states and the caller's labels. Dropping tokens gives them different lengths,
-and TRL has no place for the temporal loss, so `STTSSFTTrainer` overrides `compute_loss`, as TRL's documentation
-advises.
+`trl.SFTTrainer` for STTS models. TRL computes the loss from hidden states and labels of one length and has no place for
+the temporal loss, so `STTSSFTTrainer` overrides `compute_loss`, as TRL's documentation advises.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,27 +13,21 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.training.arguments import STTSTrainingArguments
 from stts_hf.training.trainer import STTSTrainer
 
-# Options of TRL that would compute a wrong loss, because they do not account for dropped tokens; and the remedy.
-_REFUSED = {
-    "packing": "use STTSTrainer with a PackedDataset",
-    "padding_free": "use STTSTrainer with a PackedDataset",
-    "loss_type": "the model computes its losses itself",
-}
-
 
 @dataclass
 class STTSSFTConfig(STTSTrainingArguments, SFTConfig):
     """Options of `trl.SFTConfig` and `STTSTrainingArguments`. Raises `ValueError` for TRL's packing and losses."""
 
+    # Options of TRL that would compute a wrong loss, because they do not account for dropped tokens; and the remedy.
+    refused: ClassVar = STTSTrainingArguments.refused | {
+        "packing": "use STTSTrainer with a PackedDataset",
+        "padding_free": "use STTSTrainer with a PackedDataset",
+        "loss_type": "the model computes its losses itself",
+    }
     _VALID_DICT_FIELDS: ClassVar = [*SFTConfig._VALID_DICT_FIELDS, "learning_rates"]  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        defaults = {field.name: field.default for field in fields(SFTConfig)}
-        for name, remedy in _REFUSED.items():
-            value, default = getattr(self, name), defaults[name]
-            if value not in (default, None):
-                raise ValueError(f"`{name}` must be left at {default!r}, not {value!r}: {remedy}.")
         self.dataset_kwargs = {"skip_prepare_dataset": True}
 
 

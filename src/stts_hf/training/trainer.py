@@ -20,6 +20,7 @@ from stts_hf.data.encoding import align_labels
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import VISION_TOWER, find_backbone
 from stts_hf.modeling.plan_stts import TowerCache
+from stts_hf.modeling.pruning_stts import PruningOutput
 from stts_hf.selectors import SELECTORS
 from stts_hf.training.arguments import STTSTrainingArguments, learns_answers, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
@@ -30,7 +31,7 @@ from stts_hf.training.distributed import (
     whole_state_dict,
 )
 from stts_hf.training.losses import COUNTS, LOSSES, LossHistory, PruningMetrics, count, describe
-from stts_hf.training.scorer_alone import ScoringOutput, StateCache, score_videos
+from stts_hf.training.scorer_alone import StateCache, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
 from stts_hf.training.worth import AnswersTarget, draw_ratios, worth_loss
 
@@ -41,19 +42,18 @@ NON_MODEL_KEYS = ("sample_ids", "skipped_ids")  # entries of a batch for the tra
 
 class STTSTrainer(ModelCardTrainerMixin, Trainer):
     """
-    `Trainer` for an STTS model of any backbone, alone or inside a `PeftModel`; arguments as in `Trainer`, `args`
-    an `STTSTrainingArguments`. docs/training.md lists its logs and describes its checkpoints.
+    `Trainer` for an STTS model of any backbone, alone or inside a `PeftModel`. docs/training.md lists its logs and
+    describes its checkpoints.
 
     Batches may hold two lists of str that the model does not get: `sample_ids` to name rows in errors, `skipped_ids`
     to count rows that the collator left out. `train` raises `FloatingPointError` with the batch's ids if a loss is not
     finite, at the latest when it would log or save, and `TrainingTerminated` once it has saved after SIGTERM.
 
     Args:
-        model: an STTS model.
-        args: the training arguments.
+        model, kwargs: as in `Trainer`.
+        args: an `STTSTrainingArguments`.
         eval_collator: replaces `data_collator` in `evaluate` and `predict`, such as one whose `replacements` are no
             training rows.
-        kwargs: of `Trainer`.
 
     Raises:
         TypeError: `args` is of another class.
@@ -199,8 +199,14 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         ids, skipped = (inputs.pop(key, None) for key in NON_MODEL_KEYS)
         if self.answers is not None or self.states is not None:
             self._keys = row_keys(inputs, ids)
-        if self.args.pruning_ratio_range is not None and inputs.get(self._backbone.video_inputs[-1]) is not None:
-            inputs["pruning_ratio"] = self._draw_ratios(inputs)
+        grids = inputs.get(self._backbone.video_inputs[-1])
+        if self.args.pruning_ratio_range is not None and grids is not None:
+            if inputs.get("pruned_length") is not None:
+                raise ValueError(
+                    "`pruning_ratio_range` draws a ratio for each video, but the collator's `pad_to` makes rows of one "
+                    "length. Leave one of the two out."
+                )
+            inputs["pruning_ratio"] = draw_ratios(self.args.pruning_ratio_range, [random.random() for _ in grids])
         self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
         self.loss_history.add(self.state.global_step + 1, self._parts_of_loss, ids)
@@ -239,24 +245,13 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 numbers = dict(zip(COUNTS, counts, strict=True))
                 is_learned = SELECTORS[self._backbone.config.vision_config.selector].is_learned
                 statistics.observe(outputs, inputs, seen.blocks if is_learned else None)
-                for name, number in numbers.items():
-                    statistics.add(name, number)
-                for name, counted in LOSSES.items():
-                    statistics.add(name, losses[name] * (scale if training else numbers[counted]))
+                sums = {name: losses[name] * (scale if training else numbers[of]) for name, of in LOSSES.items()}
+                for name, value in (numbers | sums).items():
+                    statistics.add(name, value)
         return (loss, outputs) if return_outputs else loss
 
     def _count(self, batch: Mapping[str, Any]) -> torch.Tensor:
         return count(batch, self._backbone, with_labels=not self.args.scorer_only)
-
-    def _draw_ratios(self, inputs: Mapping[str, Any]) -> list[float]:
-        """A ratio for each video of a batch. Raises `ValueError` for rows of a fixed length."""
-        if inputs.get("pruned_length") is not None:
-            raise ValueError(
-                "`pruning_ratio_range` draws a ratio for each video, but the collator's `pad_to` makes rows of one "
-                "length. Leave one of the two out."
-            )
-        grids, (low, high) = inputs[self._backbone.video_inputs[-1]], self.args.pruning_ratio_range or (0.0, 0.0)
-        return draw_ratios((low, high), [random.random() for _ in range(len(grids))])
 
     def _learn_worth(self, inputs: Mapping[str, Any], outputs: Any, training: bool) -> torch.Tensor:
         """
@@ -274,10 +269,10 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             masks = self.answers.masks(self.model, batch, self._keys, done)
         return worth_loss(outputs.token_scores, masks, self.model.config.worth_unit)
 
-    def _score(self, model: Any, inputs: dict[str, Any], training: bool) -> ScoringOutput:
+    def _score(self, model: Any, inputs: dict[str, Any], training: bool) -> PruningOutput:
         """`score_videos` in place of the model's `forward`: DDP reduces only gradients of calls through it."""
 
-        def score(**batch: Any) -> ScoringOutput:
+        def score(**batch: Any) -> PruningOutput:
             with self.accelerator.autocast():
                 return score_videos(self.model, batch, self.states if training else None, self._keys)
 

@@ -6,6 +6,7 @@ blocks of all videos, as in amortised Shapley values (Jethani et al. 2022, "Fast
 relaxation, and nothing but the scorer is differentiated.
 """
 
+import itertools
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,14 +71,14 @@ def measure(
     if find_backbone(model)[1].video_inputs[0] not in batch:
         return [Masks.none()] * len(seeds)
     loss = AnswerLoss(model, batch, kind)
-    shapes = [(scores.shape[0], scores.shape[1]) for scores in loss.whole.token_scores]  # (T, n)
-    sizes = [frames * number for frames, number in shapes]
+    token_scores = loss.whole.token_scores  # (T, n) of each video
+    sizes = [scores.numel() for scores in token_scores]
     rows = assign_to_rows("video", video_placeholders(loss.backbone, batch).sum(-1).tolist(), sizes)
     if on_policy:
-        values = torch.logit(torch.cat([scores.flatten() for scores in loss.whole.token_scores]), eps=1e-6)
+        values = torch.logit(torch.cat([scores.flatten() for scores in token_scores]), eps=1e-6)
     else:
         assert loss.blocks is not None  # there are videos
-        change = 1 - temporal_similarity(loss.blocks, [(frames, number, 1) for frames, number in shapes])
+        change = 1 - temporal_similarity(loss.blocks, [(*scores.shape, 1) for scores in token_scores])
         values = change.clamp_min(1e-6).log()
     per_video = values.float().cpu().split(sizes)
     drawn: list[torch.Tensor] = []
@@ -86,16 +87,15 @@ def measure(
         generator = torch.Generator().manual_seed(seed)
         shares = draw_ratios(ratios, torch.rand(GROUPS, generator=generator).tolist())
         for video in videos:
-            frames, number = shapes[video]
+            frames, number = token_scores[video].shape
             num_kept = [num_kept_blocks(frames, number, share) for share in shares]
             drawn.append(draw_scores(per_video[video], number, num_kept, num_masks, generator))
             dropped.append(shares)
     scores, device = torch.cat(drawn, dim=-1), values.device  # (GROUPS, num_masks, G)
     found, losses = [], []
-    for group, index in [(group, index) for group in range(GROUPS) for index in range(num_masks)]:
-        outputs = loss.run(
-            block_scores=scores[group, index].to(device), pruning_ratio=[shares[group] for shares in dropped]
-        )
+    for group, index in itertools.product(range(GROUPS), range(num_masks)):
+        ratio = [shares[group] for shares in dropped]
+        outputs = loss.run(block_scores=scores[group, index].to(device), pruning_ratio=ratio)
         losses.append(loss.of(outputs))
         found.append(torch.cat([~mask.flatten() for mask in outputs.keep_mask]))
     of_masks = torch.stack(found).cpu().unflatten(0, (GROUPS, num_masks))
@@ -104,7 +104,7 @@ def measure(
     return [Masks(part, of_rows[..., row]) if part.shape[-1] else Masks.none() for row, part in enumerate(parts)]
 
 
-def draw_ratios(ratios: tuple[float, float], places: Sequence[float]) -> list[float]:
+def draw_ratios(ratios: Sequence[float], places: Sequence[float]) -> list[float]:
     """Shares dropped between two, evenly over the logarithm of the share kept: one for each place in [0, 1)."""
     low, high = 1 - ratios[1], 1 - ratios[0]
     return [min(max(1 - low * (high / low) ** place, ratios[0]), ratios[1]) for place in places]

@@ -76,7 +76,7 @@ def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):
         ({"learning_rates": {"language_model": 1e-4}, "learning_rate": 2e-4}, "Give one of the two"),
         ({"freeze": "scorer"}, r"such as \['scorer'\], not a string"),
         ({"enable_jit_checkpoint": True}, "STTSTrainer itself saves and ends on SIGTERM"),
-        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` is 0.1, but must be left out"),
+        ({"label_smoothing_factor": 0.1}, "`label_smoothing_factor` must be left at 0.0, not 0.1"),
     ],
     ids=lambda value: "" if isinstance(value, str) else "_".join(value),
 )
