@@ -13,7 +13,7 @@ from transformers.utils import logging
 from stts_hf.modeling.budget_stts import KeepRule, check_pruning_ratio
 from stts_hf.modeling.video_processing_stts import check_count
 
-from .encoding import IGNORED, Encoded, Processor, check_length, empty_video, encode
+from .encoding import IGNORED, Encoded, Processor, check_length, count_dropped, empty_video, encode
 from .rows import RowError, check_files, read_row
 
 logger = logging.get_logger(__name__)
@@ -133,7 +133,7 @@ class STTSDataCollator:
         return sample
 
     def _pruned_length(self, sample: Encoded) -> int:
-        return len(sample) - sample.dropped(self.pruning_ratio or 0)
+        return len(sample) - count_dropped(sample.grids, self.pruning_ratio or 0)
 
     def _replacement(self, rows: Sequence[Any], skipped: str) -> Encoded:
         """The first good sample of `rows`, from a row on that depends on the skipped id."""

@@ -61,10 +61,6 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.input_ids)
 
-    def dropped(self, pruning_ratio: float) -> int:
-        """Number of tokens that pruning drops."""
-        return count_dropped(self.grids, pruning_ratio)
-
 
 def count_dropped(grids: Sequence[frames.Grid], pruning_ratio: float) -> int:
     """Number of dropped tokens of videos with these `(T, rows, columns)`."""

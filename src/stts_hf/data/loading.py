@@ -59,10 +59,6 @@ def load_rows(
     return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(_alike(tables))
 
 
-def _is_saved(path: Path) -> bool:
-    return path.is_dir() and any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
 def _load(source: Any, split: str, media_root: Any, options: dict[str, Any]) -> datasets.Dataset:
     path = Path() if isinstance(source, dict | datasets.Dataset) else Path(source)
     if isinstance(source, datasets.Dataset | datasets.DatasetDict):
@@ -78,7 +74,7 @@ def _load(source: Any, split: str, media_root: Any, options: dict[str, Any]) -> 
         except (ValueError, OSError) as error:
             raise ValueError(f"{str(path)!r} cannot be read as Parquet: {error}") from error
         name = path.name
-    elif _is_saved(path):
+    elif any((path / name).is_file() for name in ("state.json", "dataset_dict.json")):
         table, name = datasets.load_from_disk(str(path)), path.name
         root = media_root if media_root is not None else path
     elif path.suffix and path.is_file():
@@ -102,12 +98,8 @@ def _confined(table: datasets.Dataset, name: str, media_root: Any, options: Mapp
     """Rows that strangers wrote: they may lead to what was downloaded with them, and below `media_root`."""
     own = {ANSWER, WITHIN, "media_root"} & set(table.column_names)
     cached = Path(HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="dataset"))
-    allowed = [
-        cached,
-        options.get("cache_dir") or datasets.config.HF_DATASETS_CACHE,
-        *([media_root] if media_root else []),
-    ]
-    within = json.dumps([str(Path(place).absolute()) for place in allowed])
+    allowed = [cached, options.get("cache_dir") or datasets.config.HF_DATASETS_CACHE, media_root]
+    within = json.dumps([str(Path(place).absolute()) for place in allowed if place])
     return table.remove_columns(sorted(own)).add_column(WITHIN, [within] * len(table))
 
 

@@ -13,12 +13,8 @@ def subtitle_text(subtitles: Any, root: Path | None = None) -> str:
     """
     Subtitles as the prompt shows them: one line `start - end text` per cue, in seconds with one decimal.
 
-    Args:
-        subtitles: path of an SRT or WebVTT file, the text of one, or cues `{"start", "end", "text"}` in seconds.
-        root: folder that a relative path starts from.
-
-    Raises:
-        ValueError: nothing can be read from it.
+    subtitles: path (below `root`) of an SRT or WebVTT file, the text of one, or cues `{"start", "end", "text"}` in
+    seconds. Raises `ValueError` where nothing can be read.
     """
     cues = read_subtitles(subtitles, root) if isinstance(subtitles, str | Path) else _read_cues(subtitles)
     lines = [f"{start:.1f} - {end:.1f} {text}" for start, end, text in cues if text]
@@ -64,13 +60,8 @@ def choice_messages(question: Any, options: Any, answer: Any) -> list[dict[str, 
     A question, and its answer where one is given, as messages. With `options`, the prompt is the question, a line
     `A. option` for each and Molmo2's instruction to answer with the letter, and the letter is what is learned.
 
-    Args:
-        question: text.
-        options: up to 26 texts, or None for an open question, whose answer is text.
-        answer: the right option by number (counted from 0), letter or text.
-
-    Raises:
-        ValueError: one of them does not fit.
+    options: up to 26 texts, or None for an open question, whose answer is text. answer: the right option by number
+    (counted from 0), letter or text. Raises `ValueError` where one of them does not fit.
     """
     if not isinstance(question, str) or not question.strip():
         raise ValueError(f"question must be a text, got {question!r}.")

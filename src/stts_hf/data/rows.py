@@ -69,7 +69,27 @@ def read_row(row: Mapping[str, Any], index: int | None = None) -> Sample:
     """Reads a row; `index` names it where it has no `id`. Raises `RowError` for one that cannot be trained on."""
     name = row_id(row, index)
     with row_errors(name):
-        return _read(row, name)
+        if not isinstance(row, Mapping):
+            raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
+        root = Path(row.get("media_root") or "")
+        own = json.loads(row[ANSWER]) if row.get(ANSWER) else None
+        messages = _read_messages(row, own)
+        media = {key: _fill(messages, kind, row, root) for kind, key in MEDIA.items()}
+        subtitles = row.get("subtitles")
+        if row.get(WITHIN):
+            paths = [source for sources in media.values() for source in sources if isinstance(source, str)]
+            if isinstance(subtitles, str) and "-->" not in subtitles:
+                paths.append(str(root / subtitles))
+            _check_within(json.loads(row[WITHIN]), paths)
+        if subtitles:
+            if messages[0]["role"] == "subtitle":
+                raise ValueError("subtitles are given twice, as a column and in messages. Leave one out.")
+            messages.insert(0, {"role": "subtitle", "content": subtitle_text(subtitles, root)})
+        if own is not None and not media["videos"]:
+            raise ValueError(
+                "it has no answer and no video, so nothing is pruned and nothing learned. Leave the row out."
+            )
+        return Sample(name, messages, media["videos"], media["images"], room=(own or {}).get("room", 0))
 
 
 def is_unanswered(row: Mapping[str, Any]) -> bool:
@@ -116,28 +136,6 @@ def _problem(source: str, allow_urls: bool) -> str | None:
     return None if found.st_size else f"the file {source!r} is empty."
 
 
-def _read(row: Any, name: str) -> Sample:
-    if not isinstance(row, Mapping):
-        raise TypeError(f"a row must be a dict of columns, got {type(row).__name__}.")
-    root = Path(row.get("media_root") or "")
-    own = json.loads(row[ANSWER]) if row.get(ANSWER) else None
-    messages = _read_messages(row, own)
-    media = {key: _fill(messages, kind, row, root) for kind, key in MEDIA.items()}
-    subtitles = row.get("subtitles")
-    if row.get(WITHIN):
-        paths = [source for sources in media.values() for source in sources if isinstance(source, str)]
-        if isinstance(subtitles, str) and "-->" not in subtitles:
-            paths.append(str(root / subtitles))
-        _check_within(json.loads(row[WITHIN]), paths)
-    if subtitles:
-        if messages[0]["role"] == "subtitle":
-            raise ValueError("subtitles are given twice, as a column and in messages. Leave one out.")
-        messages.insert(0, {"role": "subtitle", "content": subtitle_text(subtitles, root)})
-    if own is not None and not media["videos"]:
-        raise ValueError("it has no answer and no video, so nothing is pruned and nothing learned. Leave the row out.")
-    return Sample(name, messages, media["videos"], media["images"], room=(own or {}).get("room", 0))
-
-
 def _check_within(folders: Sequence[str], paths: Sequence[str]) -> None:
     """Raises `ValueError` for a path, of a row from the Hub, that leads out of these folders, also over links."""
     allowed = [Path(folder).resolve() for folder in folders]
@@ -179,9 +177,7 @@ def _read_messages(row: Mapping[str, Any], own: Mapping[str, Any] | None) -> lis
             raise ValueError(f"messages[{number}] must have role and content, got {message!r}.")
         role, content = str(message["role"]).lower(), message["content"]
         if role not in ("user", "assistant", "system") and (role, number) != ("subtitle", 0):
-            raise ValueError(
-                f"messages[{number}] has role {role!r}, but must be user, assistant or system (subtitle: first only)."
-            )
+            raise ValueError(f"messages[{number}] has role {role!r}; use user, assistant, system, or subtitle first.")
         parts = [_read_part(part, number) for part in (content if isinstance(content, list | tuple) else [content])]
         if role == "subtitle":
             messages.append({"role": role, "content": "\n".join(part.get("text", "") for part in parts)})

@@ -11,7 +11,7 @@ from transformers.image_utils import load_image
 
 from stts_hf import RowError, STTSDataCollator
 from stts_hf.checkpoints.families import family_of_checkpoint
-from stts_hf.data.encoding import encode
+from stts_hf.data.encoding import count_dropped, encode
 from stts_hf.data.rows import read_row
 from stts_hf.video.processors import block_grids, process
 from tests.checkpoints import BLOCKS, TINIES
@@ -134,7 +134,7 @@ def test_replacements_fill_rows_that_were_left_empty(processor, rows, packed):
 
 def test_a_sample_longer_than_allowed_after_pruning_is_named(processor, rows):
     encoded = encode(processor, read_row(rows["five"]))
-    length = len(encoded) - encoded.dropped(0.5)
+    length = len(encoded) - count_dropped(encoded.grids, 0.5)
     assert length == len(encoded) - 5 * BLOCKS // 2
     collator = STTSDataCollator(processor, pruning_ratio=0.5, max_length=length)
     collator([rows["five"]])

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from stts_hf import RowError, STTSDataCollator, load_rows, prepare_rows
-from stts_hf.data.encoding import encode
+from stts_hf.data.encoding import count_dropped, encode
 from stts_hf.data.rows import read_row
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import set_frames
@@ -46,7 +46,7 @@ def rows(media):
 def test_lengths_are_those_of_the_encoded_samples(any_processor, rows, pruning_ratio):
     chosen = rows if pruning_ratio == 0.3 else rows[:5]
     encoded = [encode(any_processor, read_row(row)) for row in chosen]
-    expected = [len(one) - one.dropped(pruning_ratio) for one in encoded]
+    expected = [len(one) - count_dropped(one.grids, pruning_ratio) for one in encoded]
     assert lengths(chosen, any_processor, pruning_ratio) == expected
     assert max(one.grids[0][0] for one in encoded if one.grids) > 5
 
@@ -67,7 +67,7 @@ def test_settings_of_the_video_processor_count(any_processor, rows):
     [length] = lengths(rows[3:4], changed, 0.5)
     encoded = encode(changed, read_row(rows[3]))
     assert encoded.grids[0][0] == 4 // getattr(changed.video_processor, "temporal_patch_size", 1)
-    assert length == len(encoded) - encoded.dropped(0.5)
+    assert length == len(encoded) - count_dropped(encoded.grids, 0.5)
 
 
 def test_rows_that_cannot_be_read_or_are_too_long(processor, rows, media):
@@ -99,7 +99,7 @@ def test_prepared_rows_make_the_batches_of_the_rows_themselves(processor, table)
     assert prepared["id"] == ["file", "text"]
     good = table.select([0, 2])
     encoded = [encode(processor, read_row(row)) for row in good]
-    assert prepared["length"] == [len(one) - one.dropped(0.5) for one in encoded]
+    assert prepared["length"] == [len(one) - count_dropped(one.grids, 0.5) for one in encoded]
     collator = STTSDataCollator(processor)
     found, expected = (collator([rows[0], rows[1]]) for rows in (prepared, good))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
