@@ -14,7 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from stts_hf.checkpoints.atomic_folder import atomic_file
-from stts_hf.evaluation.statistics import RESAMPLES, Interval, interval, number, table
+from stts_hf.evaluation.statistics import RESAMPLES, Interval, interval, table
 from stts_hf.wording import percent
 
 from .data import StudyError
@@ -151,9 +151,9 @@ def rows_of_methods(results: Results) -> Iterator[tuple[str, str, str | None]]:
     for weights, (name, one) in itertools.product(TOLD_TOO, METHODS.items()):
         if one.told:
             rows.append((one.label.replace(ON_FROZEN, f"({METHODS[weights].label})"), name, weights))
-    for label, name, weights in rows:
-        if any(results.find(name, ratio, weights=weights) for ratio in results.settings.ratios):
-            yield label, name, weights
+    for label, name, whose in rows:
+        if any(results.find(name, ratio, weights=whose) for ratio in results.settings.ratios):
+            yield label, name, whose
 
 
 def accuracy_table(results: Results, look: str) -> str:
@@ -328,3 +328,7 @@ def draw_accuracy(results: Results) -> Figure:
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="center left", bbox_to_anchor=(0.92, 0.5), fontsize=7)
     return figure
+
+
+def number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,12 +1,11 @@
 """The models to measure, with random weights: speed does not depend on values, only on how many there are."""
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from stts_hf.auto_classes import register_auto_classes
 from stts_hf.benchmark.geometries import GEOMETRIES
@@ -53,24 +52,11 @@ def stock_inputs(stock: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str,
 
 
 def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The native configuration of an STTS model's, without the fields that the native classes lack."""
-
-    def known(part: PreTrainedConfig, native: type[PreTrainedConfig]) -> dict[str, Any]:
-        names = {field.name for field in dataclasses.fields(native)} - {"model_type", "architectures", "dtype"}
-        names |= {*native.attribute_map.values()}  # what a file calls some of them
-        return {name: value for name, value in part.to_dict().items() if name in names}
-
-    parts = config.native.sub_configs
-    natives = {}
-    for name, native in parts.items():
-        part = getattr(config, name)
-        if native is AutoConfig:  # of any language model
-            natives[name] = known(part, type(part)) | {"model_type": part.model_type}
-        else:
-            natives[name] = known(part, native)
-    stock = config.native(**known(config, config.native) | natives)
+    """The native configuration of an STTS model's, whose other fields the native classes ignore."""
+    ours = {"model_type", "architectures", "auto_map", "dtype", "quantization_config"}
+    stock = config.native(**{name: value for name, value in config.to_dict().items() if name not in ours})
     stock._attn_implementation = config._attn_implementation
-    for name in parts:
+    for name in config.native.sub_configs:
         getattr(stock, name)._attn_implementation = getattr(config, name)._attn_implementation
     return stock
 

@@ -106,13 +106,11 @@ def table(cells: Sequence[Mapping[str, Any]]) -> str:
     lines = [["", *map(_label, names)], ["---", *["---:"] * len(names)]]
     for cell in cells:
         variants = {variant["name"]: variant for variant in cell["variants"]}
-        states = [variants[name]["status"] if name in variants else "" for name in names]
+        columns = [variants.get(name, {"status": ""}) for name in names]
         timed = [len(found["seconds"]) for it in cell["variants"] for found in it.get("stages", {}).values()]
         rounds = f", {max(timed)} rounds" if timed else ""
-        lines.append([f"**{cell['title']}**{rounds}", *("" if state == "ok" else state for state in states)])
-        figures = [
-            _figures(cell, variants[name]) if state == "ok" else {} for name, state in zip(names, states, strict=True)
-        ]
+        lines.append([f"**{cell['title']}**{rounds}", *(it["status"].removeprefix("ok") for it in columns)])
+        figures = [_figures(cell, it) if it["status"] == "ok" else {} for it in columns]
         for row in sorted({row for found in figures for row in found}, key=ROWS.index):
             lines.append([row.replace("_", " "), *(str(found.get(row, "")) for found in figures)])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -2,9 +2,6 @@
 Accuracies of answers files of `stts-hf eval`, and the difference between two checkpoints, with intervals.
 
     python -m stts_hf.evaluation.compare rows.jsonl --answers stts.jsonl --against random.jsonl
-
-Questions about one clip are not independent, so intervals are over clips; checkpoints are compared question by question
-(`stts_hf.evaluation.statistics`).
 """
 
 import argparse

@@ -24,8 +24,7 @@ def evaluate(
     video are answered in one batch; it is decoded, and read by the model, once.
 
     Args:
-        model: an STTS model of any backbone, or one derived from it.
-        processor: its processor.
+        model, processor: an STTS model of any backbone, or one derived from it, and its processor.
         rows: dicts with `question`, `answer` and optionally `options`, `videos`, `images`, `subtitles`, and `type` and
             `group`, which name what the question is about.
         max_new_tokens: maximum number of tokens of an answer.

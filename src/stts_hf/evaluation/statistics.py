@@ -1,8 +1,6 @@
 """
-Accuracies with intervals, and tables of them: a bootstrap over clips and seeds that is paired by question.
-
-Questions about one clip are not independent, and neither are the answers of one training run. So clips and seeds are
-resampled, not single answers. Methods are compared on the same resamples, question by question and seed by seed.
+Accuracies with intervals, and tables of them: a bootstrap over clips and seeds, since neither questions about one clip
+nor answers of one training run are independent. Methods are compared question by question, on the same resamples.
 """
 
 from collections.abc import Sequence
@@ -36,16 +34,16 @@ class Bootstrap:
     clips: (Q,) the clip of each question, any hashable. Raises `ValueError` where there is no question.
     """
 
-    def __init__(self, clips: Sequence[Any], resamples: int = RESAMPLES, seed: int = 0) -> None:
+    def __init__(self, clips: Sequence[Any], resamples: int = RESAMPLES) -> None:
         if not len(clips):
             raise ValueError("clips is empty: there is no question to resample.")
         places = {clip: place for place, clip in enumerate(dict.fromkeys(clips))}
         self.clip_of = np.array([places[clip] for clip in clips])  # (Q,)
-        self.num_clips, self.resamples, self.seed = len(places), resamples, seed
+        self.num_clips, self.resamples = len(places), resamples
         self.clip_draws = self._draws(0, self.num_clips)  # (B, C) how often each clip is drawn
 
     def _draws(self, stream: int, number: int) -> np.ndarray:
-        generator = np.random.default_rng([self.seed, stream])
+        generator = np.random.default_rng([0, stream])
         return generator.multinomial(number, np.full(number, 1 / number), size=self.resamples)
 
     def mean(self, values: np.ndarray, groups: Sequence[np.ndarray]) -> Interval:
@@ -85,7 +83,3 @@ def interval(found: Interval | None, signed: bool = False, digits: int = 1) -> s
         return ""
     mean, low, high = (f"{value:{'+' if signed else ''}.{digits}f}" for value in (found.mean, found.low, found.high))
     return f"{mean} [{low}, {high}]"
-
-
-def number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:.{digits}f}"

@@ -1,17 +1,15 @@
-"""Whole numbers in tensors of any floating dtype: as digits that bfloat16 holds exactly."""
+"""Whole numbers in tensors of any floating dtype: as their bytes, which bfloat16 holds exactly."""
 
 import torch
 
-BASE = 256  # bfloat16 holds every whole number up to here
-NUM_DIGITS = 3  # numbers below 16,777,216
+NUM_DIGITS = 4
 
 
 def to_digits(numbers: torch.Tensor) -> torch.Tensor:
-    """Digits (..., NUM_DIGITS) of whole numbers (...) from 0 to 16,777,215, the highest digit first."""
-    return torch.stack([numbers // BASE**power % BASE for power in reversed(range(NUM_DIGITS))], dim=-1)
+    """Bytes (..., NUM_DIGITS) uint8 of int32 numbers (...)."""
+    return numbers.int()[..., None].view(torch.uint8)
 
 
 def from_digits(digits: torch.Tensor) -> torch.Tensor:
-    """Whole numbers (...) int64 of their digits (..., NUM_DIGITS), in any dtype."""
-    powers = [BASE**power for power in reversed(range(NUM_DIGITS))]
-    return (digits.long() * torch.tensor(powers, device=digits.device)).sum(-1)
+    """Numbers (...) int32 of their bytes (..., NUM_DIGITS), in any dtype."""
+    return digits.to(torch.uint8).contiguous().view(torch.int32)[..., 0]

@@ -218,7 +218,7 @@ class NativeReader:
 
     def _pad(self, frames: torch.Tensor) -> torch.Tensor:
         """At least a tubelet: the last frame stays on."""
-        lacking = max(0, self.settings.temporal_patch_size - len(frames))
+        lacking = max(0, getattr(self.settings, "temporal_patch_size", 1) - len(frames))
         return torch.cat([frames, frames[-1:].expand(lacking, -1, -1, -1)]) if lacking else frames
 
     def decode(self, file: VideoFile, indices: list[int]) -> tuple[torch.Tensor, STTSVideoMetadata]:
@@ -258,9 +258,6 @@ class RasterReader(NativeReader):
         # Native code resizes twice, which is not the same as once.
         wanted = SizeDict(**dict(self.settings.size))
         return self.settings.resize(picture[None], size=wanted, resample=self.settings.resample)[0]
-
-    def _pad(self, frames: torch.Tensor) -> torch.Tensor:
-        return frames
 
     def decode(self, file: VideoFile, indices: list[int]) -> tuple[torch.Tensor, STTSVideoMetadata]:
         frames, shown = super().decode(file, indices)
