@@ -69,10 +69,8 @@ def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.
     for name, masks in subsets.items():
         cells = [interval(bootstrap.mean(answers, masks))]
         if against is not None:
-            cells += [
-                interval(bootstrap.mean(against, masks)),
-                interval(bootstrap.mean(answers - against, masks), signed=True),
-            ]
+            cells.append(interval(bootstrap.mean(against, masks)))
+            cells.append(interval(bootstrap.mean(answers - against, masks), signed=True))
         lines.append([name, str(int(sum(mask.sum() for mask in masks))), *cells])
     heads = ["", "questions", "answers", *([] if against is None else ["against", "difference"])]
     return table(heads, lines)
@@ -81,15 +79,10 @@ def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Accuracies of answers files, and their difference, with intervals.")
     parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="the questions")
-    for option in ("--answers", "--against"):
-        parser.add_argument(
-            option,
-            type=Path,
-            nargs="+",
-            metavar="ANSWERS.jsonl",
-            required=option == "--answers",
-            help="of stts-hf eval; several: of runs with other seeds, in the same order",
-        )
+    files: dict[str, Any] = {"type": Path, "nargs": "+", "metavar": "ANSWERS.jsonl"}
+    files["help"] = "of stts-hf eval; several: of runs with other seeds, in the same order"
+    parser.add_argument("--answers", required=True, **files)
+    parser.add_argument("--against", **files)
     given = parser.parse_args(arguments)
     if given.against and len(given.against) not in (1, len(given.answers)):
         parser.error(f"--against names {len(given.against)} files; name one, or {len(given.answers)} as --answers")

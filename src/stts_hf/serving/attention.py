@@ -71,13 +71,9 @@ class VisionAttention:
             see_each_other = self.step.is_vision[new]  # type: ignore[index]  # there are requests only where it is set
             for places in see_each_other.nonzero()[:, 0].split(_QUERIES_AT_ONCE):
                 seen = vision_mask(places, see_each_other, num_before)
+                q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query[new][places], keys, values))
                 attended = nn.functional.scaled_dot_product_attention(
-                    query[new][places].transpose(0, 1)[None],
-                    keys.transpose(0, 1)[None],
-                    values.transpose(0, 1)[None],
-                    seen,
-                    scale=self.impl.scale,
-                    enable_gqa=True,
+                    q, k, v, seen, scale=self.impl.scale, enable_gqa=True
                 )
                 output[new][places] = attended[0].transpose(0, 1).to(output.dtype)
         return output

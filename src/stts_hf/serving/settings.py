@@ -67,7 +67,6 @@ class Molmo2Settings(ServingSettings):
 
     @staticmethod
     def verify_and_update_model_config(model_config: "ModelConfig") -> None:
-        """As in `ServingSettings`."""
         ServingSettings.verify_and_update_model_config(model_config)
         config: Any = model_config.hf_config
         text = config.text_config
@@ -79,7 +78,6 @@ class Molmo2Settings(ServingSettings):
 
     @staticmethod
     def verify_and_update_config(vllm_config: "VllmConfig") -> None:
-        """As in `ServingSettings`."""
         from vllm.platforms import current_platform
 
         if not current_platform.is_cpu():

@@ -24,8 +24,7 @@ class AnswerLoss:
     pruned), or, with `kind="cross_entropy"`, of the rise of the labels' cross entropy, in nats.
 
     model: without DDP around it; it runs without dropout and gradients. whole: its outputs, without a head, when
-    nothing is dropped. blocks: (G, S, D) what the scorer scores, None without videos. Finding the label tokens forces a
-    host-device sync.
+    nothing is dropped. Finding the label tokens forces a host-device sync.
     """
 
     def __init__(self, model: PreTrainedModel, batch: Mapping[str, Any], kind: str = "divergence") -> None:
@@ -36,10 +35,6 @@ class AnswerLoss:
         self.targets = batch["labels"][self.rows, self.columns] if kind == "cross_entropy" else None
         self.whole = self.run(pruning_ratio=0.0)
         self.unpruned = self._predict(self.whole)  # (label tokens, vocabulary)
-
-    @property
-    def blocks(self) -> torch.Tensor | None:
-        return self.cache.blocks
 
     @torch.no_grad()
     def run(self, **call: Any) -> Any:

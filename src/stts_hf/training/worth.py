@@ -77,8 +77,8 @@ def measure(
     if on_policy:
         values = torch.logit(torch.cat([scores.flatten() for scores in token_scores]), eps=1e-6)
     else:
-        assert loss.blocks is not None  # there are videos
-        change = 1 - temporal_similarity(loss.blocks, [(*scores.shape, 1) for scores in token_scores])
+        assert loss.cache.blocks is not None  # there are videos
+        change = 1 - temporal_similarity(loss.cache.blocks, [(*scores.shape, 1) for scores in token_scores])
         values = change.clamp_min(1e-6).log()
     per_video = values.float().cpu().split(sizes)
     drawn: list[torch.Tensor] = []

@@ -241,7 +241,6 @@ class RasterReader(NativeReader):
     """The same for a native video processor that makes one square image of each frame."""
 
     def choose(self, metadata: STTSVideoMetadata, file: VideoFile | None = None) -> list[int]:
-        """By the processor's own rule."""
         self._set_rate(metadata)
         if metadata.duration is None:  # of decoded frames
             metadata = replace(metadata, duration=metadata.total_num_frames / (metadata.fps or 1))
