@@ -18,9 +18,11 @@ from tests.checkpoints import needs_num2words
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
 QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-30b-a3b", "stts-qwen3-vl-tiny"]
+QWEN3_5 = ["stts-qwen3-5-0.8b", "stts-qwen3-5-2b", "stts-qwen3-5-4b", "stts-qwen3-5-9b"]
 ALL = [
     *PRESETS,
     *QWEN3_VL,
+    *QWEN3_5,
     "stts-qwen2-5-vl-tiny",
     "stts-qwen3-vl-moe-tiny",
     "stts-qwen3-5-tiny",
@@ -80,6 +82,11 @@ def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset)
         ("stts-qwen3-vl-4b", 16.5, 4.02e9),
         ("stts-qwen3-vl-8b", 32.7, 7.57e9),
         ("stts-qwen3-vl-30b-a3b", 115.7, 30.22e9),  # as released 31.1 billion; the text model is Qwen3-30B-A3B
+        # As released, but for multi-token prediction: 852,985,920, 2,213,241,664, 4,539,265,536 and 9,409,813,744.
+        ("stts-qwen3-5-0.8b", 3.2, 0.752e9),
+        ("stts-qwen3-5-2b", 8.2, 1.882e9),
+        ("stts-qwen3-5-4b", 16.9, 4.206e9),
+        ("stts-qwen3-5-9b", 35.1, 7.937e9),
     ],
 )
 def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, preset, gibibytes, text):
@@ -91,7 +98,7 @@ def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, 
     assert round(4 * (sum(counts.values()) - scorer) / 2**30, 1) == gibibytes
     assert sum(p.numel() for p in model.model.language_model.parameters()) == pytest.approx(text, rel=0.002)
     # The pooler's four projections, then 2 D -> M -> M -> 1 (DESIGN item 2 and 3).
-    d, m = (1024, 4096) if preset in ("stts-qwen3-vl-2b", "stts-qwen3-vl-4b") else (1152, 4304)
+    d, m = {12: (768, 3072), 24: (1024, 4096)}.get(getattr(model.config.vision_config, "depth", 0), (1152, 4304))
     assert scorer == 4 * (d**2 + d) + (2 * d * m + m) + (m**2 + m) + (m + 1)
 
 
@@ -159,9 +166,11 @@ def test_chat_template_refuses_two_user_turns_in_a_row(hub_configs):
         render(hub_configs / "stts-tiny", [user(text("a")), user(text("b"))])
 
 
-@pytest.mark.parametrize("presets", [PRESETS, QWEN3_VL], ids=["molmo2", "qwen3_vl"])
+@pytest.mark.parametrize("presets", [PRESETS, QWEN3_VL, QWEN3_5], ids=["molmo2", "qwen3_vl", "qwen3_5"])
 def test_all_presets_of_a_backbone_share_one_chat_template(hub_configs, presets):
-    assert len({(hub_configs / preset / "chat_template.jinja").read_text() for preset in presets}) == 1
+    templates = [(hub_configs / preset / "chat_template.jinja").read_text() for preset in presets]
+    # Of Qwen3.5, 0.8B and 2B think where they are asked to, 4B and 9B where they are not asked not to.
+    assert len({template.replace("thinking is not false", "thinking is true") for template in templates}) == 1
 
 
 # Written by hand from the conversation format of the released Qwen3-VL models.
@@ -196,9 +205,73 @@ def test_chat_template_of_qwen3_vl(hub_configs, messages, expected):
 
 
 @pytest.mark.parametrize("part", [{"type": "audio", "audio": "a.wav"}, {"words": "Why?"}], ids=["audio", "unknown"])
-def test_chat_template_of_qwen3_vl_drops_nothing_silently(hub_configs, part):
+@pytest.mark.parametrize("preset", ["stts-qwen3-vl-4b", "stts-qwen3-5-4b"])
+def test_chat_template_of_qwen3_drops_nothing_silently(hub_configs, preset, part):
     with pytest.raises(TemplateError, match="must be a text, an image or a video, got"):
-        render(hub_configs / "stts-qwen3-vl-4b", [user(part, text("Why?"))])
+        render(hub_configs / preset, [user(part, text("Why?"))])
+
+
+OPEN, EMPTY = "<think>\n", "<think>\n\n</think>\n\n"
+SYSTEM = {"role": "system", "content": " Be brief.\n"}
+THOUGHT = {"role": "assistant", "content": "<think>\nRound.\n</think>\n\nA ball."}
+ASKED = "<|im_start|>user\n<|vision_start|><|video_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
+
+
+# Written by hand from the conversation format of the released Qwen3.5 models.
+@pytest.mark.parametrize(
+    ("size", "messages", "options", "expected"),
+    [
+        ("4b", [user(VIDEO, text("What?\n"))], {}, ASKED + OPEN),
+        ("9b", [user(VIDEO, text("What?"))], {"enable_thinking": False}, ASKED + EMPTY),
+        ("2b", [user(VIDEO, text("What?"))], {}, ASKED + EMPTY),
+        ("0.8b", [user(VIDEO, text("What?"))], {"enable_thinking": True}, ASKED + OPEN),
+        ("4b", [SYSTEM, user(VIDEO, text("What?"))], {}, f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}{OPEN}"),
+        (
+            "4b",
+            [user(VIDEO, text("What?")), THOUGHT, user(text("Why?"))],  # thoughts about earlier questions are left out
+            {},
+            f"{ASKED}A ball.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n{OPEN}",
+        ),
+        (
+            "4b",
+            [user(VIDEO, text("What?")), THOUGHT],
+            {"add_generation_prompt": False},
+            ASKED + "<think>\nRound.\n</think>\n\nA ball.<|im_end|>\n",
+        ),
+        (
+            "4b",
+            [user(VIDEO, text("What?")), ANSWER | {"reasoning_content": "Round."}],
+            {"add_generation_prompt": False},
+            ASKED + "<think>\nRound.\n</think>\n\nA ball.<|im_end|>\n",
+        ),
+        (
+            "4b",
+            [user(VIDEO, text("What?")), ANSWER],
+            {"add_generation_prompt": False},
+            f"{ASKED}{EMPTY}A ball.<|im_end|>\n",
+        ),
+    ],
+    ids=["thinks", "off", "silent", "on", "system", "second_turn", "thought", "reasoning_content", "no_thought"],
+)
+def test_chat_template_of_qwen3_5(hub_configs, size, messages, options, expected):
+    options = {"add_generation_prompt": True} | options
+    assert render(hub_configs / f"stts-qwen3-5-{size}", messages, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "options", "error"),
+    [
+        ([SYSTEM], {}, "must hold one of the user"),
+        ([user(text("a"))], {"tools": [{"name": "f"}]}, "knows no tools"),
+        ([user(text("a")), SYSTEM], {}, "must be of the user or assistant, .* got system"),
+        ([user(text("a")), {"role": "tool", "content": "b"}], {}, "got tool"),
+        ([{"role": "system", "content": [VIDEO]}, user(text("a"))], {}, "must be text, got a part of the type video"),
+    ],
+    ids=["no_user", "tools", "late_system", "tool", "video_of_system"],
+)
+def test_chat_template_of_qwen3_5_refuses(hub_configs, messages, options, error):
+    with pytest.raises(TemplateError, match=error):
+        render(hub_configs / "stts-qwen3-5-4b", messages, **options)
 
 
 @pytest.mark.parametrize("preset", ALL)

@@ -15,6 +15,7 @@ FROM_FILE = {
     "qwen2_5_vl": False,
 }  # native processors read files with torchcodec alone
 PRESETS = ["molmo2-4b", "molmo2-8b", "molmo2-o-7b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"]
+PRESETS += ["qwen3-5-0.8b", "qwen3-5-9b"]
 
 
 def answer(folder, clip, auto_class, saved=None, **options):
@@ -87,4 +88,5 @@ def test_remote_code_answers_saves_and_loads_as_the_package_does(hub_configs, cl
     tokens = answer(str(TINY), clip, "AutoModelForImageTextToText")
     [prompt], [tokens] = tokens["prompt"], tokens["tokens"]
     assert said == STTSProcessor.from_pretrained(TINY).decode(tokens[len(prompt) :], skip_special_tokens=True)
-    assert configs == ["STTSConfig"] * 3 + ["STTSQwen3VLConfig"] * 3 + ["STTSQwen3VLMoeConfig"]
+    expected = ["STTSConfig"] * 3 + ["STTSQwen3VLConfig"] * 3 + ["STTSQwen3VLMoeConfig"]
+    assert configs == expected + ["STTSQwen3_5Config"] * 2
