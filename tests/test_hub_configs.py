@@ -8,11 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from jinja2 import TemplateError
+from transformers import AutoProcessor
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stts_hf.checkpoints.checks import check_processor
 from stts_hf.checkpoints.doctor import examine, needed_modules
 from stts_hf.checkpoints.families import OWN, family_of_checkpoint
+from stts_hf.inference.requests import ask_about
 from tests.checkpoints import needs_num2words
 
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
@@ -279,3 +281,13 @@ def test_the_lines_of_a_card_load_everything_with_the_folders_code(hub_configs, 
     calls = re.findall(r"from_pretrained\(folder[^)]*\)", (hub_configs / preset / "README.md").read_text())
     assert len(calls) >= 2
     assert all("trust_remote_code=True" in call for call in calls)
+
+
+@pytest.mark.parametrize("size", ["2b", "4b"])
+def test_qwen3_5_is_asked_as_it_is_trained_behind_an_empty_thought(hub_configs, size):
+    processor = AutoProcessor.from_pretrained(hub_configs / "stts-qwen3-5-tiny")
+    processor.chat_template = (hub_configs / f"stts-qwen3-5-{size}" / "chat_template.jinja").read_text()
+    asked = ask_about(processor, "clip.mp4", "What?")
+    trained = processor.apply_chat_template([user(VIDEO, text("What?")), ANSWER], tokenize=False)
+    assert asked.tail.endswith(EMPTY)
+    assert trained.startswith(asked.head + asked.tail)

@@ -161,7 +161,10 @@ def make_request(
 ) -> Request:
     """Renders a conversation of parts, with its videos and images. Raises `ValueError` for a control token."""
     check_texts(processor, messages)
-    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    # As training renders answers: behind an empty thought, where a template knows thoughts.
+    thinks = "enable_thinking" in str(processor.chat_template)
+    options = {"enable_thinking": False} if thinks else {}
+    text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **options)
     ends = [text.rfind(token) + len(token) for token in (processor.video_token, processor.image_token) if token in text]
     end = max(ends, default=0)
     # The head includes the token that closes a video: the video's own last tokens may be dropped, and the position of

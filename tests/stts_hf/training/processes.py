@@ -7,15 +7,18 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import datasets
 import peft
 import torch
+import transformers
 import yaml  # type: ignore[import-untyped]
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from packaging.version import Version
 from safetensors.torch import save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import IterableDataset
@@ -26,7 +29,7 @@ from stts_hf.training.config import load_config
 from stts_hf.training.own_answers import answer_rows, mark_unanswered
 from stts_hf.training.run import train
 from stts_hf.training.trainer import STTSTrainer
-from tests.checkpoints import TINY, load_tiny
+from tests.checkpoints import ALL_TINIES, TINY, load_tiny
 from tests.clips import write_clip
 from tests.stts_hf.training.runs import KeepGradients, Rows, join, logged, sample, trainer
 from tests.test_peft import TARGETS
@@ -58,6 +61,10 @@ OPTIONS: dict[str, Any] = {
 
 
 ANSWERS = {"scorer_target": "answers", "worth_unit": 0.1}
+SMOLVLM = find_spec("num2words") is not None and Version(transformers.__version__) >= Version("5.23")
+OTHERS = [name for name in ALL_TINIES if name != "molmo2" and (SMOLVLM or name != "smolvlm")]
+QUIETLY: dict[str, Any] = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "logging_steps": 1}
+QUIETLY |= {"adam_epsilon": OPTIONS["adam_epsilon"], "train_sampling_strategy": "sequential"}
 
 
 def small_model() -> Any:
@@ -230,23 +237,32 @@ def write_rows(folder: Path) -> Path:
 
 def command(folder: Path) -> dict[str, Any]:
     """`stts-hf train` with LoRA, merged at the end."""
-    options = {"max_steps": 2, "per_device_train_batch_size": 1, "use_cpu": True, "report_to": "none"}
-    options |= {"output_dir": str(folder / "output"), "save_strategy": "no", "adam_epsilon": 1e-6, "logging_steps": 1}
-    settings = {
-        "model_name_or_path": str(TINY),
-        "pruning_ratio": 0.5,
-        "train_data": str(folder.parent / "data" / "rows.jsonl"),
-        "num_frames": 4,
-        "use_peft": True,
-        "lora_r": 4,
-        "lora_alpha": 8,
-        "merge_adapter": True,
-        "learning_rates": {"adapter": 1e-3, "scorer": 1e-3},
-    }
-    file = folder.parent / f"command-{os.environ['RANK']}.yaml"
-    file.write_text(yaml.safe_dump(settings | options | pretend_gpus()))
+    options = {"max_steps": 2, "per_device_train_batch_size": 1, **QUIETLY}
+    adapter: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "merge_adapter": True}
+    adapter |= {"learning_rates": {"adapter": 1e-3, "scorer": 1e-3}}
+    return run_command(folder, folder.parent / "data", TINY, options | adapter)
+
+
+def run_command(folder: Path, data: Path, checkpoint: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    shared = {"model_name_or_path": str(checkpoint), "pruning_ratio": 0.5, "num_frames": 4}
+    shared |= {"train_data": str(data / "rows.jsonl"), "output_dir": str(folder / "output")}
+    file = folder.parent / f"{folder.name}-{os.environ.get('RANK', '0')}.yaml"
+    file.write_text(yaml.safe_dump(shared | settings | pretend_gpus()))
     torch.manual_seed(0)  # of the LoRA weights
     return describe(train(load_config(file)))
+
+
+def backbones(folder: Path) -> dict[str, Any]:
+    """Two steps of `stts-hf train` on each other backbone's tiny checkpoint, two rows a step, one of them text."""
+    if not (data := folder.parent / "data").exists():
+        write_rows(data)
+    options = {"max_steps": 2, "per_device_train_batch_size": 2 // int(os.environ.get("WORLD_SIZE", 1)), **QUIETLY}
+    options |= {"learning_rates": dict.fromkeys(PARTS, 1e-3), "new_scorer": True}
+    folder.mkdir(exist_ok=True)
+    found = {}
+    for name in OTHERS:
+        found[name] = run_command(folder / name, data, ALL_TINIES[name], options)
+    return found
 
 
 def refused(folder: Path) -> dict[str, Any]:
@@ -285,7 +301,7 @@ def not_finite(folder: Path) -> dict[str, Any]:
 
 RUNS = (
     *(full, lora, scorer_only, scorer_start, bf16, plain_trainer),
-    *(resumed, refused, not_finite, resumed_from_shards, command),
+    *(resumed, refused, not_finite, resumed_from_shards, command, backbones),
 )
 SCENARIOS = {run.__name__: run for run in RUNS}
 

@@ -27,16 +27,16 @@ from stts_hf.training.distributed import prepare_for_processes, shared_inputs, w
 from tests.backbones import BACKBONES, HYBRID_MIXTURES, HYBRIDS, MIXTURES
 from tests.checkpoints import TINY, load_tiny
 from tests.conftest import REPOSITORY
-from tests.stts_hf.training.processes import main, small_model, write_rows
+from tests.stts_hf.training.processes import OTHERS, main, small_model, write_rows
 from tests.tiny import tiny_config, tiny_model
 
 CONFIGS = REPOSITORY / "examples" / "accelerate"
 SCENARIOS = {
     "ddp": (
         *("full", "lora", "scorer_only", "scorer_start", "plain_trainer"),
-        *("resumed", "refused", "not_finite", "command"),
+        *("resumed", "refused", "not_finite", "command", "backbones"),
     ),
-    "fsdp2": ("full", "lora", "bf16", "resumed", "refused", "resumed_from_shards", "command"),
+    "fsdp2": ("full", "lora", "bf16", "resumed", "refused", "resumed_from_shards", "command", "backbones"),
 }
 ENGINES = list(SCENARIOS)
 TOLERANCE = 1e-4  # what the project promises; losses differ by 1e-6 and weights by 1e-5
@@ -82,7 +82,7 @@ def launched(run_once):
                 env=environment,
                 capture_output=True,
                 text=True,
-                timeout=400,
+                timeout=900,  # on a busy machine too
             )
             assert result.returncode == 0, result.stderr[-4000:]
 
@@ -94,9 +94,8 @@ def launched(run_once):
 @pytest.fixture(scope="module")
 def alone(run_once) -> Path:
     """Folder of the same runs in this process."""
-    return run_once(
-        "alone", lambda folder: main(folder, ["full", "lora", "scorer_only", "scorer_start", "plain_trainer"])
-    )
+    scenarios = ("full", "lora", "scorer_only", "scorer_start", "plain_trainer", "backbones")
+    return run_once("alone", lambda folder: main(folder, scenarios))
 
 
 def results(folder: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
@@ -136,6 +135,18 @@ def test_the_engine_is_what_the_config_says(launched, engine):
 def test_two_processes_train_as_one_over_20_steps(launched, alone, engine):
     assert_losses_close(results(launched(engine), "full")["losses"], results(alone, "full")["losses"], 20)
     assert_weights_close((launched(engine), alone), "full/model/model.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_processes_train_every_backbone_as_one(launched, alone, engine, name):
+    """By `stts-hf train`, from the tiny checkpoint; one process has a video, the other has text."""
+    found, expected = (results(folder, "backbones")[name] for folder in (launched(engine), alone))
+    assert (found["processes"], expected["processes"]) == (2, 1)
+    assert len(found["sharded"]) == (7 if engine == "fsdp2" else 0)  # all, embeddings, four layers, the head
+    assert_losses_close(found["losses"], expected["losses"], 2)
+    assert_weights_close((launched(engine), alone), f"backbones/{name}/output/model.safetensors")
 
 
 @pytest.mark.slow
