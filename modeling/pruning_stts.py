@@ -350,7 +350,8 @@ class PruningBackbone(PreTrainedModel):
                     [mean_error([none, *(errors[v] for v in videos)]) for videos in rows.rows]
                 )
         if images is not None:
-            pruned.features.append((sequence.take(found[1], False), torch.cat(list(images.pooler_output or ()))))
+            features = () if images.pooler_output is None else images.pooler_output  # one tensor, or one of each image
+            pruned.features.append((sequence.take(found[1], False), torch.cat(list(features))))
             pruned.per_row.append(rows.image_tokens or [])
         return pruned
 

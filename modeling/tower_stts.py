@@ -148,9 +148,9 @@ class PruningTower(PreTrainedModel):
         """
         hidden_states: embeddings (G * S, D). spans: frames, and windows if `sees_window`. rotation: (G * S, ...) each.
         valid: (G, S) bool, or None without padding. window_to_raster: (G,) the caller's block at each place of the
-        sequence, or None where they are the same. Returns fields of `VideoFeatures`, the kept blocks (K,), if it
-        keeps_states the embeddings and each layer's output, and for each layer of `taps` the kept blocks' patches (K *
-        S, D). All but the layers' outputs are in the caller's order.
+        sequence, or None where they are the same, as with `valid`. Returns fields of `VideoFeatures`, the kept blocks
+        (K,), if it keeps_states the embeddings and each layer's output, and for each layer of `taps` the kept blocks'
+        patches (K * S, D). All but the layers' outputs are in the caller's order.
         """
         layer, size = self.config.pruning_layer, pruning.block_patches.shape[1]
         raster_to_window = None if window_to_raster is None else window_to_raster.argsort()

@@ -53,7 +53,9 @@ def test_calls_that_share_a_cache_equal_calls_without_one(backbone, any_model, m
     scores = given_scores(any_model, inputs)
     ran: list[int] = []
     tower = any_model.model.get_submodule(backbone.tower)
-    layers = next(module for name, module in tower.named_modules() if name.endswith(("layers", "blocks")))
+    layers = next(
+        module for name, module in tower.named_modules() if name.endswith(("layers", "blocks", "encoder.layer"))
+    )
     for index, layer in enumerate(layers):
         layer.register_forward_hook(lambda *_, index=index: ran.append(index))
     cache = TowerCache()

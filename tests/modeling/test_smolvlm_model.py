@@ -48,6 +48,21 @@ def test_images_lie_among_videos_in_any_order():
     torch.testing.assert_close(outputs.logits[0], expected.logits, **CLOSE)
 
 
+def test_features_of_images_may_be_one_tensor(monkeypatch):
+    model, inputs = tiny_model(), sample(MIXED)
+    with torch.no_grad():
+        expected, native = model(**inputs, pruning_ratio=0.5), model.model.encode_images
+
+        def together(vision: Any) -> Any:
+            found = native(vision)
+            found.pooler_output = torch.stack(list(found.pooler_output))  # (images, tokens, width), as of InternVL
+            return found
+
+        monkeypatch.setattr(model.model, "encode_images", together)
+        found = model(**inputs, pruning_ratio=0.5)
+    assert torch.equal(found.logits, expected.logits)
+
+
 def test_flash_attention_behind_a_cache_is_refused():
     """It would take gaps in the positions of a pruned video for ends of samples, and see keys of the last one alone."""
     model, first, second = tiny_model(), sample([5]), sample([2, Video(3), 4])

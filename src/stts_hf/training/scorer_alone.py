@@ -33,9 +33,13 @@ class StateCache:
 
     def write(self, keys: Sequence[str], rows: Sequence[Sequence[int]], cache: TowerCache, sizes: list[int]) -> None:
         """rows: places of each row's videos. sizes: numbers of blocks of the videos."""
-        parts = {layer: states.unflatten(0, (sum(sizes), -1)).split(sizes) for layer, states in cache.states.items()}
+        # A tower may hold more than blocks, as many places in each frame: class tokens.
+        parts = {
+            layer: states.split([len(states) * size // sum(sizes) for size in sizes])
+            for layer, states in cache.states.items()
+        }
         for key, places in zip(keys, rows, strict=True):
-            found = [{layer: split[place].flatten(0, 1) for layer, split in parts.items()} for place in places]
+            found = [{layer: split[place] for layer, split in parts.items()} for place in places]
             size = sum(states.nbytes for video in found for states in video.values())
             if key not in self.rows and size <= self.room:
                 self.room -= size

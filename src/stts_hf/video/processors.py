@@ -248,8 +248,10 @@ class RasterReader(NativeReader):
         return np.asarray(self.settings.sample_frames(metadata=metadata, **rule)).tolist()
 
     def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
-        side = self.settings.max_image_size["longest_edge"]
-        return (side, side) if self.settings.do_resize else (height, width)
+        if not self.settings.do_resize:
+            return height, width
+        size = dict(getattr(self.settings, "max_image_size", None) or self.settings.size)
+        return size.get("height") or size["longest_edge"], size.get("width") or size["longest_edge"]
 
     def _resize(self, picture: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         if not self.settings.do_resize:

@@ -101,7 +101,7 @@ def test_subtitles_stand_before_the_question(any_processor, media):
     else:
         closing = "<|vision_end|>" if "<|vision_end|>" in any_processor.chat_template else ""
         assert prompt.head.endswith(f"{any_processor.video_token}{closing}")
-        assert prompt.tail.startswith("0.0 - 1.2 Hello there\nWhich colour?")
+        assert prompt.tail.lstrip().startswith("0.0 - 1.2 Hello there\nWhich colour?")
 
 
 @pytest.mark.parametrize(

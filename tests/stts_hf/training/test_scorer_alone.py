@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from stts_hf.model_parts import LANGUAGE_MODEL, PARTS, SCORER, module_of, parts_of
+from stts_hf.modeling.plan_stts import TowerCache
 from stts_hf.training.scorer_alone import StateCache, score_videos
 from tests.backbones import BACKBONES, LATER, Clip
 from tests.modeling.reference import assert_gradients_equal, gradients
@@ -62,9 +63,17 @@ def test_layers_run_once_for_a_row_where_there_is_room(backbone):
     assert [list(cache.rows) for cache in (states, full)] == [keys, ["text"]]
     called = modules_that_give(model)
     found = [score_videos(model, *given).temporal_loss for given in ((batch, states, keys), (last, states, ["b"]))]
-    assert not [name for name in called if re.search(r"\.(?:layers|blocks)\.\d+\b", name)]
+    assert not [name for name in called if re.search(r"\.(?:layers?|blocks)\.\d+\b", name)]
     for loss, gradient in zip(found, expected, strict=True):
         assert_gradients_equal(scorer_gradients(model, loss), gradient)
+
+
+def test_states_that_hold_more_than_blocks_are_cut_by_frames():
+    """A class token in each frame of 3 blocks of 4 patches: 13 places a frame; videos of 2 and 3 frames in two rows."""
+    states, cache = StateCache(1.0), TowerCache()
+    cache.states = {0: torch.randn(5 * 13, 8)}
+    states.write(["a", "b"], [[0], [1]], cache, [2 * 3, 3 * 3])
+    assert torch.equal(states.read(["b", "a"], torch.device("cpu"))[0], cache.states[0].roll(-2 * 13, 0))
 
 
 @pytest.mark.parametrize("backbone", [*BACKBONES, *LATER], ids=lambda backbone: backbone.name)
@@ -74,7 +83,7 @@ def test_nothing_runs_but_the_tower_up_to_its_layer(backbone):
     score_videos(model, backbone.batch([[3, Clip(3), 4]], "left"))
     of = {name.rpartition(".")[0]: part for name, part in parts_of(model).items()}
     assert {of[name] for name in called if name in of} == {"vision_tower", "scorer"}
-    layers = {int(found[1]) for name in called if (found := re.search(r"\.(?:layers|blocks)\.(\d+)\b", name))}
+    layers = {int(found[1]) for name in called if (found := re.search(r"\.(?:layers?|blocks)\.(\d+)\b", name))}
     assert layers == set(range(model.config.vision_config.pruning_layer + 1))
 
 

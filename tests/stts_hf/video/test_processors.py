@@ -10,11 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen3VLProcessor
+from transformers.processing_utils import VideosKwargs
 
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.scoring_stts import num_kept_blocks
 from stts_hf.modeling.video_reading_stts import VideoFile
-from stts_hf.video.processors import NativeReader, block_grids, grid_name, probe, process, read_source
+from stts_hf.video.processors import NativeReader, RasterReader, block_grids, grid_name, probe, process, read_source
 from tests.checkpoints import TINIES
 from tests.clips import decode_everything, frame_number, read_tensor, write_clip
 from tests.modeling.test_video_sources import send, serving
@@ -300,3 +301,12 @@ def test_clips_of_extreme_sizes_are_shown_or_refused_by_the_native_rule(backbone
             process(processor, videos=[path], **options)
     else:
         assert_same(process(processor, videos=[path], **options), theirs)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"max_image_size": {"longest_edge": 48}, "size": {"longest_edge": 96}}, {"size": {"height": 48, "width": 48}}],
+)
+def test_the_size_of_a_rasters_frames_has_either_name(sizes):
+    settings = SimpleNamespace(do_sample_frames=True, do_resize=True, valid_kwargs=VideosKwargs, **sizes)
+    assert RasterReader(settings, {})._size(3, 20, 30) == (48, 48)
