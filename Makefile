@@ -18,9 +18,11 @@ CLIP := $(if $(VIDEO),$(VIDEO),$(OUT)/sample_clip.mp4)
 # Two worker processes with one thread each: many small models are faster that way than one process with two threads.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 WORKERS ?= 2
+# Each worker begins with a half of the tests in their order, so that few fixtures of a file are made twice.
+PARALLEL := -n $(WORKERS) --dist worksteal
 FUZZ_CASES ?= 500
 
-.PHONY: demo docs pictures test test-all coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers gpu stts-tiny lint clean
+.PHONY: demo docs pictures test test-all test-study coverage fuzz fuzz-bytes test-browser test-matrix test-eval test-vllm test-transformers gpu stts-tiny style lint clean
 
 # Passed on through the environment, so that quotes in them need no care.
 export CLIP QUESTION
@@ -29,24 +31,30 @@ demo: $(VENV)/.installed $(if $(VIDEO),,$(CLIP))
 	@$(BIN)/stts-hf run "$$CLIP" "$$QUESTION" --checkpoint "$(CHECKPOINT)" --pruning-ratio $(RATIO) \
 		--selector $(SELECTOR) --output "$(OUT)/contact_sheet.png" --time
 
-test: lint
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30
+# Types are checked beside the tests: mypy takes one core only.
+test: style
+	@$(BIN)/mypy & types=$$!; $(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) --durations=30; tests=$$?; \
+		wait $$types && exit $$tests
 
 test-all: test
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --durations=30 -m slow
+	$(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) --durations=30 -m "slow and not study"
+
+# Pretraining and the runs of the study, with kills: some minutes. `make test-all` has a miniature of the study.
+test-study: $(VENV)/.installed-dev
+	$(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) --durations=30 -m study
 
 # Which lines and branches the tests of `make test-all` run, in build/coverage/html too. MARK="not slow" takes the fast ones.
 MARK ?= slow or not slow
 coverage: $(VENV)/.installed-dev
 	@rm -rf build/coverage
-	$(TEST_ENV) $(BIN)/coverage run -m pytest -n $(WORKERS) -m "$(MARK)"
+	$(TEST_ENV) $(BIN)/coverage run -m pytest $(PARALLEL) -m "$(MARK)"
 	@$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report
 
 # New cases by the thousand, FUZZ_CASES of each test: in some minutes. A failure prints what makes it again.
 fuzz: $(VENV)/.installed-dev
-	FUZZ_CASES=$(FUZZ_CASES) $(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -m "slow or not slow" tests/fuzz
+	FUZZ_CASES=$(FUZZ_CASES) $(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) -m "slow or not slow" tests/fuzz
 
 # Bytes guided by coverage, on Linux: each target gets a fifth of SECONDS. What fails lies in build/fuzz, with its bytes.
 SECONDS ?= 600
@@ -92,7 +100,7 @@ docs: $(VENV)/.installed-dev
 test-transformers: $(VENV)/.installed-dev
 	@$(PIP_INSTALL) parameterized==0.9.0
 	@$(BIN)/python -m tests.suites.fetch $(CHECKOUT)
-	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) -rx -o verbosity_subtests=0 tests/suites
+	$(TEST_ENV) $(BIN)/python -m pytest $(PARALLEL) -rx -o verbosity_subtests=0 tests/suites
 
 # Every picture of README, docs and cards, made again (apt-get install chromium).
 pictures: $(VENV)/.installed-dev
@@ -125,9 +133,11 @@ $(VENV)/.installed-gpu: examples/serving/install.sh | $(VENV)/.installed-dev
 stts-tiny: $(VENV)/.installed-dev
 	$(BIN)/python -m examples.study.pretraining $(OUT)/base --tiny hub_configs/stts-tiny
 
-lint: $(VENV)/.installed-dev
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+lint: style
 	$(BIN)/mypy
 
 clean:

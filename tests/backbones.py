@@ -176,7 +176,7 @@ BACKBONES = [
     qwen_vl("qwen2_5_vl", tiny_qwen2_5_vl, naive_qwen2_5_vl),
     smolvlm(),
 ]
-# Whose tower and hooks are another one's: `test_mixtures.py` every day, the tests of every backbone among the slow.
+# Whose tower and hooks are another one's: `test_mixtures.py`, and spare cases of the tests of every backbone.
 MIXTURES = [qwen_vl("qwen3_vl_moe", tiny_qwen3_vl_moe, naive_qwen3_vl)]
 # Whose text model keeps states, with which many of those tests do not deal: `test_hybrids.py`. Gradients of decay rates
 # are small: 2.4e-6 of the largest entry was measured, 5e-8 in all; in float64 3e-16. Recurrent layers multiply the
@@ -184,9 +184,9 @@ MIXTURES = [qwen_vl("qwen3_vl_moe", tiny_qwen3_vl_moe, naive_qwen3_vl)]
 _STATES: dict[str, Any] = {"stock_rounding": 4e-6, "naive_rounding": 5e-5}
 HYBRIDS = [replace(qwen_vl("qwen3_5", tiny_qwen3_5, naive_qwen3_vl), **_STATES)]
 HYBRID_MIXTURES = [replace(qwen_vl("qwen3_5_moe", tiny_qwen3_5_moe, naive_qwen3_vl), **_STATES)]
-_SLOW = [pytest.param(backbone, marks=pytest.mark.slow) for backbone in MIXTURES]
-EVERY = [*BACKBONES, *_SLOW]
-LATER = [pytest.param(some, marks=pytest.mark.slow) for some in (*MIXTURES, *HYBRIDS, *HYBRID_MIXTURES)]
+_SPARE = [pytest.param(backbone, marks=pytest.mark.spare) for backbone in MIXTURES]
+EVERY = [*BACKBONES, *_SPARE]
+LATER = [*_SPARE, *(pytest.param(some, marks=pytest.mark.slow) for some in (*HYBRIDS, *HYBRID_MIXTURES))]
 # For tests of positions and caches: Molmo2 may close gaps in positions.
 with_compact = pytest.mark.parametrize(
     "backbone",
@@ -196,6 +196,7 @@ with_compact = pytest.mark.parametrize(
 )
 # For tests that take seconds each: of backbones whose tower is the same code, one every day.
 DAILY = [*BACKBONES[:2], *(pytest.param(backbone, marks=pytest.mark.slow) for backbone in BACKBONES[2:])]
+daily = pytest.mark.parametrize("backbone", DAILY, ids=lambda backbone: backbone.name, indirect=True)
 
 
 @functools.cache

@@ -32,10 +32,14 @@ ALL_TINIES = TINIES | {
 # Names for tests that take seconds each: of backbones whose tower is the same code, one every day.
 QWENS = ["qwen3_vl", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)]
 DAILY = ["molmo2", *QWENS]
-RECURRENT = [pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5", "qwen3_5_moe")]
 needs_num2words = pytest.mark.skipif(find_spec("num2words") is None, reason="SmolVLM2's processor needs num2words")
 SMOLVLM = pytest.param("smolvlm", marks=[pytest.mark.slow, needs_num2words])
-OTHERS = [pytest.param("qwen3_vl_moe", marks=pytest.mark.slow), SMOLVLM, *RECURRENT]
+# Qwen3.5-MoE has experts and states.
+OTHERS = [
+    SMOLVLM,
+    pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
+    *(pytest.param(name, marks=pytest.mark.spare) for name in ("qwen3_vl_moe", "qwen3_5")),
+]
 EVERY = [*DAILY, *OTHERS]
 _VISION = json.loads((TINY / "config.json").read_text())["vision_config"]
 GRID = tuple(

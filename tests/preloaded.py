@@ -13,7 +13,7 @@ from pathlib import Path
 
 SERVER = """
 import json, os, runpy, signal, socket, sys
-import datasets, peft, torch, torchvision, transformers
+import av, datasets, matplotlib.pyplot, peft, torch, torchvision, transformers
 from transformers import GenerationMixin, PreTrainedModel, ProcessorMixin, Trainer
 
 def take_request():

@@ -1,12 +1,12 @@
 """The whole way: the authors' checkpoint, converted, pushed, and loaded by a process that has none of our package."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
 
+from stts_hf.cli.main import main
 from tests.conftest import WITHOUT_PACKAGE
 from tests.fixture_files import checkpoint_forms
 from tests.hub_server import LoopbackHub
@@ -34,7 +34,7 @@ def test_both_forms_converted_pushed_and_loaded_give_the_reference_logits(tmp_pa
             folder, name = tmp_path / form.name, f"user/{form.parent.name}-{form.name}"
             # The reference numbers are without the refill, which conversion turns on.
             options = ("--base", str(base), "--packing", "varlen")
-            run(dict(os.environ), *cli, "convert", str(form), str(folder), *options, cwd=tmp_path)
+            assert main(["convert", str(form), str(folder), *options]) == 0
             run(hub.environment(tmp_path / "push", "write-token"), *cli, "push", str(folder), name, cwd=tmp_path)
             pairs += [name, str(form.parent / "expected.safetensors")]
         fresh = hub.environment(tmp_path / "fresh", "write-token")  # an empty cache

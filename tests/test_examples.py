@@ -1,9 +1,11 @@
 """The examples, run as they are, with the real libraries, on tiny data."""
 
 import json
+import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.cli.main import main
 from tests.checkpoints import QWENS, TINIES, TINY, load_tiny, logits_of, prepare, weights_of
 from tests.conftest import REPOSITORY
+from tests.preloaded import preloaded
 from tests.training_files import train, write_data
 
 EXAMPLES = REPOSITORY / "examples"
@@ -49,12 +52,20 @@ def run_example(monkeypatch, checkpoint, data, tmp_path):
     return run
 
 
+@pytest.fixture(scope="module")
+def environment() -> Iterator[dict[str, str]]:
+    with preloaded(os.environ) as environment:
+        yield environment
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune.py", "finetune_lora.py", "finetune_trl.py"])
-def test_an_example_runs_in_a_process_of_its_own(name, checkpoint, data, tmp_path):
+def test_an_example_runs_in_a_process_of_its_own(name, environment, checkpoint, data, tmp_path):
     """In this process the Auto classes are registered already, so that transformers would not ask for them."""
-    command = [sys.executable, str(EXAMPLES / name), str(checkpoint), str(data), str(tmp_path / "out"), "1"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300)
+    command = ["python", str(EXAMPLES / name), str(checkpoint), str(data), str(tmp_path / "out"), "1"]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert "custom code" not in done.stdout + done.stderr
 
@@ -73,6 +84,7 @@ def test_plain_trainer(run_example, data):
     assert main(["doctor", str(output)]) == 0
 
 
+@pytest.mark.slow
 def test_lora(run_example, data):
     names, output = run_example("finetune_lora.py")
     trained = {name for name, parameter in names["model"].named_parameters() if parameter.requires_grad}
@@ -85,6 +97,7 @@ def test_lora(run_example, data):
     assert ModelCard.load(output / "README.md").data.pipeline_tag == "video-text-to-text"
 
 
+@pytest.mark.slow
 def test_trl(run_example, checkpoint, data):
     trl = pytest.importorskip("trl")
     peft = pytest.importorskip("peft")

@@ -1,8 +1,8 @@
 """
-The wheel, and the wheel made of the sdist, installed without the checkout: what users install is whole.
+The wheel installed without the checkout, and the wheel made of the sdist: what users install is whole.
 
-Each is installed by pip, offline, into a new environment, whose path holds the packages of this environment besides and
-nothing of the checkout. An environment without them would be a copy of PyTorch, 6 GB each.
+pip installs it, offline, into a new environment, whose path holds the packages of this environment besides and nothing
+of the checkout. An environment without them would be a copy of PyTorch, 6 GB.
 """
 
 import shutil
@@ -11,6 +11,7 @@ import sys
 import sysconfig
 import tarfile
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -58,15 +59,15 @@ def source(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["wheel", "sdist"])
-def installed(request, source, tmp_path_factory) -> Path:
+@pytest.fixture(scope="module")
+def wheel(source, tmp_path_factory) -> Path:
+    return build("wheel", source, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
     """The environment that holds the package."""
     folder = tmp_path_factory.mktemp("installed")
-    if request.param == "sdist":
-        with tarfile.open(build("sdist", source, folder)) as archive:
-            archive.extractall(folder / "unpacked", filter="data")
-        (source,) = (folder / "unpacked").iterdir()
-    wheel = build("wheel", source, folder)
     venv.create(folder / "venv", symlinks=True)
     pip = [sys.executable, "-m", "pip", "--python", str(folder / "venv"), "install", "--no-index", "--no-deps"]
     subprocess.run([*pip, str(wheel)], check=True, capture_output=True)
@@ -74,6 +75,16 @@ def installed(request, source, tmp_path_factory) -> Path:
     # Of a folder that one file `.pth` names no other `.pth` is read: an editable checkout stays out.
     (packages / "others.pth").write_text("\n".join(PACKAGES) + "\n")
     return folder / "venv"
+
+
+@pytest.mark.slow
+def test_the_wheel_made_of_the_sdist_is_the_same(source, wheel, tmp_path):
+    with tarfile.open(build("sdist", source, tmp_path)) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    with zipfile.ZipFile(build("wheel", unpacked, tmp_path)) as found, zipfile.ZipFile(wheel) as expected:
+        contents = [{name: file.read(name) for name in file.namelist()} for file in (found, expected)]
+    assert contents[0] == contents[1]
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow  # a minute of compilation
 ROWS: list[list[Part]] = [[3, Video(4), 5], [2, Video(2), 9]]
 # Of towers over frames of one size and over flat sequences, with and without windows.
 MOLMO2, QWEN3, QWEN2_5 = BACKBONES[:3]
-ONE_GRAPH = [("compile", QWEN3), ("compile", QWEN2_5), ("export", MOLMO2), ("export", QWEN2_5)]
+ONE_GRAPH = [("compile", QWEN2_5), ("export", MOLMO2)]
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +198,7 @@ def test_a_whole_tower_breaks_where_the_counts_are_read_and_nowhere_else(backbon
     assert counts[2] == counts[-1]
 
 
-@pytest.mark.parametrize("backbone", [MOLMO2, QWEN3], ids=lambda backbone: backbone.name, indirect=True)
+@pytest.mark.parametrize("backbone", [QWEN3], ids=lambda backbone: backbone.name, indirect=True)
 @torch.no_grad()
 def test_generate_goes_on_with_compiled_layers(backbone):
     inputs = prompt(backbone.batch([[3, Clip(4), 5]], "left"))
@@ -207,15 +207,6 @@ def test_generate_goes_on_with_compiled_layers(backbone):
     expected = model.generate(**inputs, **options)
     compiled(model)
     assert torch.equal(model.generate(**inputs, **options), expected)
-
-
-def test_the_whole_model_compiles_for_a_padded_batch():
-    """As `Trainer(torch_compile=True)` does it, graph breaks allowed: the mask must be one that a compiler can make."""
-    inputs = build_inputs(ROWS, labels=True, padding_side="right")
-    reference, model = tiny_model().train(), tiny_model().train()
-    with torch.no_grad():
-        found = torch.compile(model, backend="aot_eager")(**inputs, use_cache=False).loss
-        torch.testing.assert_close(found, reference(**inputs, use_cache=False).loss, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

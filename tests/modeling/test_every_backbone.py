@@ -8,7 +8,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from stts_hf.selectors import SELECTORS
-from tests.backbones import BACKBONES, Clip, Inputs, Picture, Rows, prompt, with_compact
+from tests.backbones import BACKBONES, Clip, Inputs, Picture, Rows, daily, prompt, with_compact
 from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
 from tests.naive import naive_budget
 
@@ -63,6 +63,7 @@ def test_weights_are_the_stock_models_and_the_scorers(backbone, any_model):
     assert len(scorer) == 14
 
 
+@daily
 def test_a_stock_checkpoint_lacks_exactly_the_scorer(backbone, any_model, tmp_path):
     stock = backbone.stock(any_model)
     stock.save_pretrained(tmp_path)
@@ -211,6 +212,7 @@ def test_every_selector_keeps_the_budget_and_frame_0(backbone, selector):
             assert int((outputs.kept_indices >= 0).sum()) == length
 
 
+@daily
 def test_a_saved_model_is_loaded_as_it_was(backbone, any_model, tmp_path):
     any_model.save_pretrained(tmp_path)
     loaded = type(any_model).from_pretrained(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache, GenerationConfig, LogitsProcessorList
 
-from tests.backbones import Backbone, Clip, Inputs, Picture, Rows, longer, prompt, with_compact
+from tests.backbones import Backbone, Clip, Inputs, Picture, Rows, daily, longer, prompt, with_compact
 from tests.version_marks import since_transformers_5_23
 
 NEW_TOKENS = 4
@@ -54,7 +54,7 @@ def test_greedy_answers_are_the_naive_ones(backbone, any_model, rows):
             assert torch.equal(found, torch.cat([inputs["input_ids"], expected], dim=-1))
 
 
-@with_compact
+@daily
 @torch.no_grad()
 def test_samples_are_drawn_from_the_naive_scores(backbone, any_model, one):
     settings = GREEDY | {"do_sample": True, "top_k": 0, "temperature": 0.7, "num_return_sequences": 3}
@@ -70,6 +70,7 @@ def test_samples_are_drawn_from_the_naive_scores(backbone, any_model, one):
     assert len(set(map(tuple, sequences.tolist()))) > 1
 
 
+@daily
 def test_beams_continue_each_row_as_they_would_alone(backbone, any_model):
     found = any_model.generate(**prompt(backbone.batch(MIXED, "right")), **GREEDY, num_beams=2)[:, -NEW_TOKENS:]
     for answer, row in zip(found, backbone.alone(MIXED), strict=True):
@@ -114,6 +115,7 @@ def test_without_pruning_all_tokens_are_stocks(backbone, way):
         assert torch.equal(model.generate(**inputs, **GREEDY, **way), expected)
 
 
+@daily
 def test_the_mask_of_padding_is_inferred_as_stock_does(backbone):
     model = backbone.model(pruning_ratio=0.0, trained_scorer=False)
     inputs = prompt(backbone.batch([[2, Clip(3), 4], [2, Clip(2), 4]], "left"))
@@ -182,7 +184,7 @@ def test_a_streamer_gets_the_whole_prompt_and_then_each_token(one, any_model):
     assert streamer.ended
 
 
-@with_compact
+@daily
 def test_lookup_gives_the_tokens_of_greedy_decoding(backbone, any_model):
     """The prompt that holds its answer already is where lookup saves steps. Stock's lookup fails for some videos."""
     turn = prompt(backbone.batch([[4, Clip(3), 6]], "left"))
@@ -203,6 +205,7 @@ def test_lookup_over_a_reused_cache(one, any_model):
     assert torch.equal(any_model.generate(**reused, **GREEDY, prompt_lookup_num_tokens=5), expected)
 
 
+@daily
 def test_an_assistant_gives_the_tokens_of_greedy_decoding(one, any_model, backbone):
     """The assistant sees the shortened prompt, without the videos' features: only its guesses are worse."""
     expected = any_model.generate(**one, **GREEDY)

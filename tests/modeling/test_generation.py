@@ -9,8 +9,6 @@ from transformers import GenerationConfig, Molmo2ForConditionalGeneration, Stati
 from transformers.cache_utils import StaticLayer
 
 from stts_hf.benchmark.models import stock_twin
-from stts_hf.modeling.vision_tokens_stts import features_of_rows
-from tests.modeling.reference import returned_by
 from tests.tiny import Part, Video, build_inputs, tiny_model
 from tests.version_marks import since_transformers_5_23
 
@@ -98,25 +96,6 @@ def test_a_limit_within_the_prompt_is_refused_in_the_callers_count(model, where)
         settings = {"generation_config": GenerationConfig(**settings)}
     with pytest.raises(ValueError, match=rf"`max_length` is 20, but the prompt alone has {length} tokens"):
         model.generate(**inputs, **settings)
-
-
-def test_every_step_of_decoding_says_that_a_row_holds_one_sample(model, monkeypatch):
-    prepared = returned_by(model, "prepare_inputs_for_generation", monkeypatch)
-    model.generate(**build_inputs(ROWS), **GREEDY)
-    assert len(prepared) == GREEDY["max_new_tokens"]
-    assert all(inputs["packed_rows"] is False for inputs in prepared)
-
-
-def test_features_of_rows_are_not_searched_for(model, monkeypatch):
-    """They follow each other, and how many each row has is known without looking."""
-    pruned = returned_by(model.model, "prune", monkeypatch)
-    model.generate(**build_inputs(ROWS), **GREEDY, pruning_ratio=0.5)
-    known = features_of_rows(pruned[0])
-    assert sum(map(len, known)) == len(pruned[0].features[0][1])
-    assert known[0].untyped_storage().data_ptr() == pruned[0].features[0][1].untyped_storage().data_ptr()
-    pruned[0].features_per_row = None
-    for found, expected in zip(features_of_rows(pruned[0]), known, strict=True):
-        assert torch.equal(found, expected)
 
 
 def test_positions_of_the_caller_are_followed(model):

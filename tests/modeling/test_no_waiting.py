@@ -123,16 +123,14 @@ def call(rows, monkeypatch, dtype=torch.bfloat16, text="sdpa", train=False, conf
 
 
 @fake_cuda
-@pytest.mark.parametrize("text", ["sdpa", "flex_attention"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(("dtype", "text"), [(torch.bfloat16, "sdpa"), (torch.float32, "flex_attention")])
 def test_a_prefill(monkeypatch, dtype, text):
     outputs = call(ONE, monkeypatch, dtype, text, use_cache=True, pruned_length=38)
     assert outputs.logits.shape[1] == 3 + 4 * 3 + 18 + 5
 
 
 @fake_cuda
-@pytest.mark.parametrize("text", ["sdpa", "flex_attention"])
-@pytest.mark.parametrize("pruning_ratio", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("text", "pruning_ratio"), [("sdpa", 0.0), ("flex_attention", 0.5), ("sdpa", 1.0)])
 def test_several_rows_in_training(monkeypatch, text, pruning_ratio):
     """`pruned_length` says how long the rows will be, so nobody has to look."""
     call(TWO, monkeypatch, text=text, train=True, pruned_length=70, pruning_ratio=pruning_ratio)

@@ -53,24 +53,17 @@ def error(model, inputs: Inputs, dtype: torch.dtype, **options) -> float:
     return float((found.logits.float() - expected.logits)[real].abs().mean())
 
 
+@pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["videos", "mixed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-def test_half_precision_loses_no_more_than_stock_does(backbone, dtype):
+def test_half_precision_loses_no_more_than_stock_does(backbone, dtype, rows):
     """
     Blocks are drawn at random, so that rounding cannot choose others. Fewer tokens and packed layers change the sums,
-    not how exact they are: 0.96 to 1.10 of stock's error was measured.
+    not how exact they are: 0.90 to 1.12 of stock's error was measured. Stock that refuses images beside videos gets the
+    videos alone.
     """
-    model, inputs = backbone.model(selector="random"), prompt(backbone.batch(ROWS, "right"))
-    allowed = 1.3 * error(backbone.stock(model), inputs, dtype)
-    for ratio in (0.0, 0.5, 0.9):
-        assert error(model, inputs, dtype, pruning_ratio=ratio) < allowed
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
-def test_an_image_beside_a_video_in_half_precision_loses_no_more_than_stock_does(backbone, dtype):
-    """0.90 to 1.12 of stock's error was measured. Stock that refuses images beside videos gets the videos alone."""
-    model, inputs = backbone.model(selector="random"), prompt(backbone.batch(MIXED, "right"))
-    rows = MIXED if backbone.stock_mixes else [[part for part in row if part != Picture()] for row in MIXED]
-    allowed = 1.3 * error(backbone.stock(model), prompt(backbone.batch(rows, "right")), dtype)
+    model, inputs = backbone.model(selector="random"), prompt(backbone.batch(rows, "right"))
+    of_stock = rows if backbone.stock_mixes else [[part for part in row if part != Picture()] for row in rows]
+    allowed = 1.3 * error(backbone.stock(model), prompt(backbone.batch(of_stock, "right")), dtype)
     for ratio in (0.0, 0.5, 0.9):
         assert error(model, inputs, dtype, pruning_ratio=ratio) < allowed
 
@@ -188,6 +181,7 @@ def test_cached_steps_in_half_precision_lose_no_more_than_stock_does(backbone, d
         assert error_of_steps(model, inputs, dtype, cache, pruning_ratio=ratio) < allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 def test_packed_rows_in_half_precision_lose_no_more_than_rows_of_their_own(backbone, dtype):
     """0.99 to 1.04 of the error was measured."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from tests.backbones import Clip, Picture, prompt
+from tests.backbones import Clip, Picture, daily, prompt
 
 GREEDY = {"do_sample": False, "max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
 # As folders of the Hub hold it: a loop of its own. It gets the prompt that is left, and where its tokens stand.
@@ -61,6 +61,7 @@ def test_a_function_of_custom_decoding_gets_the_pruned_prompt(backbone):
     assert seen[0] < inputs["input_ids"].shape[1]
 
 
+@daily
 def test_continuous_batching_of_text_says_what_generate_says(backbone):
     model = backbone.model().eval()
     prompts = [[5, 6, 7, 8, 9], [7, 8, 9]]

@@ -193,6 +193,7 @@ def test_frames_are_resized_as_they_are_decoded(tmp_path):
     assert (metadata.height, metadata.width) == (96, 128)
 
 
+@pytest.mark.slow
 def test_no_frame_waits_for_the_garbage_collector(tmp_path):
     def count_frames() -> int:
         return sum(type(thing) is av.VideoFrame for thing in gc.get_objects())

@@ -26,9 +26,17 @@ from tests.modeling.towers import (
 from tests.naive import NaiveRule, NaiveThreshold
 from tests.tiny import image_inputs, tiny_config, tiny_model
 
+# Of settings that other cases have one by one, and of large frames.
+COMBINED = {
+    *("refill-two-in-three", "threshold-refill", "threshold-borders", "single-frame-threshold", "ratio-30"),
+    *("features-everywhere-refilled", "layer-0-features-0-and-1", "borders-8x8-refill", "borders-8x8-cosine"),
+    *("borders-ratio-0", "borders-features-everywhere", "window-3x2-borders", "molmo2-27x27", "molmo2-27x27-refill"),
+}
+
 
 def case(name: str, num_frames: list[int] | None = None, ratio: NaiveRule = 0.5, **overrides: Any):
-    return pytest.param(num_frames or [4, 2, 1], ratio, overrides, id=name)
+    marks = [pytest.mark.slow] if name in COMBINED else []
+    return pytest.param(num_frames or [4, 2, 1], ratio, overrides, id=name, marks=marks)
 
 
 CASES = [

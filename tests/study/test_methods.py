@@ -31,7 +31,7 @@ def answer(model: Any, inputs: dict[str, Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "name",
-    [name if name == "stts-answers" else pytest.param(name, marks=pytest.mark.slow) for name in TRAINED],
+    [name if name in ("stts-answers", "tome") else pytest.param(name, marks=pytest.mark.study) for name in TRAINED],
 )
 def test_a_method_trains_with_drawn_ratios_and_answers(checkpoint, tmp_path, name):
     model = load_method(name, checkpoint, 0.5)

@@ -9,7 +9,7 @@ from examples.study.pilot import ask, fit
 from tests.checkpoints import TINY, weights_of
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_fit_and_ask(tmp_path, capsys):
     data = tmp_path / "data"
     list(make_dataset(data, {"train": 6, "validation": 3, "test": 4}, seed=3))

@@ -59,7 +59,7 @@ def test_conversations_are_about_the_frames_of_the_targets(processor, level, dra
     assert (batch["pixel_values_videos"].std() > 0) == drawn
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_each_stage_learns_and_leaves_the_rest(processor, model):
     codes = BlockCodes(model, processor.tokenizer)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
@@ -81,7 +81,7 @@ def test_each_stage_learns_and_leaves_the_rest(processor, model):
     assert torch.equal(model.model.vision_tower.scorer.input_layer.weight, scorer)
 
 
-@pytest.mark.slow
+@pytest.mark.study
 def test_the_base_is_a_whole_checkpoint_and_its_stages_are_not_done_twice(tmp_path, monkeypatch):
     steps = dict.fromkeys(STEPS, 2)
 
@@ -108,6 +108,7 @@ def test_the_base_is_a_whole_checkpoint_and_its_stages_are_not_done_twice(tmp_pa
     assert STTSProcessor.from_pretrained(tmp_path / "base").video_processor.num_frames == 16
 
 
+@pytest.mark.study
 def test_the_tiny_checkpoint_has_a_scorer_that_learned_and_keeps_its_card(processor, model, tmp_path):
     for part in (model, processor):
         part.save_pretrained(tmp_path / "base")

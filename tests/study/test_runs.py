@@ -24,7 +24,7 @@ from stts_hf.training import trainer
 from tests.conftest import REPOSITORY
 from tests.study.small_study import SETTINGS, study_command, write_base, write_dataset
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.study
 ONLY = ["none", "stts"]
 RUNS = [f"{name}-layer2-seed{seed}" for name in ONLY for seed in (0, 1)]
 

@@ -26,12 +26,12 @@ def old_checkpoint(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_kills_at_20_moments_leave_whole_folders_and_the_source():
+def test_kills_at_10_moments_leave_whole_folders_and_the_source():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "tests.stts_hf.checkpoints.kill_conversions", "20"]
+    command = [sys.executable, "-m", "tests.stts_hf.checkpoints.kill_conversions", "10"]
     result = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert int(result.stdout) >= 17, "runs ended before they were killed, so little was shown"
+    assert int(result.stdout) >= 8, "runs ended before they were killed, so little was shown"
 
 
 def test_an_existing_folder_is_refused(source, tmp_path):

@@ -140,6 +140,7 @@ def test_a_terminated_run_exits_with_143(data, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_cards_of_an_adapter_and_its_merged_model_are_pushed_as_the_file_has_them(data, tmp_path, uploads):
     more = (
         "card_name: Ours\ncard_base_model: someone/base\ncard_license: cc0-1.0\ncard_text: Our words.\n"
@@ -226,6 +227,7 @@ def test_adapter_is_saved_reloaded_and_merged(data, tmp_path):
     assert "PeftModel.from_pretrained(model, adapter)" in card.text
 
 
+@pytest.mark.slow
 def test_what_is_trained_beside_a_model_in_half_precision_is_float32(data, undecided, tmp_path, capsys):
     more = "use_peft: true\nlora_r: 4\nmerge_adapter: true\n"
     config = write_config(tmp_path, data, tmp_path / "out", model=undecided, more=more)

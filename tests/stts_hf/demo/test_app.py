@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 from stts_hf import VideoAssistant, register_auto_classes
 from stts_hf.modeling import video_reading_stts
 from stts_hf.video import sources
-from tests.checkpoints import ALL_TINIES, OTHERS, QWENS, load_talkative
+from tests.checkpoints import ALL_TINIES, QWENS, load_talkative
 from tests.clips import write_clip
 from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO, serving
@@ -54,7 +54,7 @@ def test_the_second_question_is_answered_from_the_held_clip_and_says_so(client, 
     assert "not measured yet" in numbers
 
 
-@pytest.mark.parametrize("other", [*QWENS, *OTHERS])
+@pytest.mark.parametrize("other", QWENS)
 @pytest.mark.slow
 def test_another_backbone_is_asked_twice_about_the_clip_it_holds(other, video):
     register_auto_classes()
@@ -81,6 +81,7 @@ def test_the_ratio_and_the_selector_are_those_that_were_chosen(client, video):
     assert "0 of 144" in asked[100, "scorer"][1]
 
 
+@pytest.mark.slow
 def test_a_threshold_takes_the_place_of_the_share_and_is_refused_where_scores_have_no_level(client, assistant, video):
     said, timeline, numbers = ask(client, video, "What?", 50, "scorer", 0.02)
     kept = assistant.answer(str(video), "What?", score_threshold=0.02, max_new_tokens=1).video_tokens_kept
@@ -158,6 +159,7 @@ def test_no_address_is_fetched_and_no_form_of_a_path_gets_round_the_uploads(serv
     assert "frames read" not in answer
 
 
+@pytest.mark.slow
 def test_two_visitors_are_answered_at_once(served, gate, video):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         first = pool.submit(ask, gradio_client.Client(served.url, verbose=False), video, "Wait for it.")

@@ -37,7 +37,8 @@ BACKBONES = [
     "stts-qwen3-vl-tiny",
     "stts-qwen3-5-tiny",
     pytest.param("stts-smolvlm-tiny", marks=[pytest.mark.slow, needs_num2words]),
-    *(pytest.param(f"stts-qwen{name}-tiny", marks=pytest.mark.slow) for name in ("2-5-vl", "3-vl-moe", "3-5-moe")),
+    pytest.param("stts-qwen2-5-vl-tiny", marks=pytest.mark.slow),
+    *(pytest.param(f"stts-qwen3-{name}-moe-tiny", marks=pytest.mark.spare) for name in ("vl", "5")),
 ]
 MOLMO2_ALONE = pytest.mark.parametrize("assistant", ["stts-tiny"], indirect=True)  # not a matter of the backbone
 

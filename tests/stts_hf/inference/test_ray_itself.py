@@ -104,14 +104,6 @@ def test_the_answers_are_those_of_a_predictor(address, options, rows, expected):
     assert len({record["answer"] for record in expected.values()}) > 5
 
 
-def test_a_threshold_keeps_what_it_keeps_in_a_predictor(address, options, rows):
-    options = {**options, "selector": "cosine", "score_threshold": 0.02, "max_pruning_ratio": 0.9}
-    some = by_id(Predictor(**options).predict(rows[:8]))
-    assert by_id(predict_on_ray(rows[:8], options, ONE)) == some
-    shares = {record["video_tokens_kept"] / record["video_tokens"] for record in some.values()}
-    assert len(shares) > 1  # each video has its own
-
-
 def test_rows_of_a_process_that_is_killed_are_answered_once_by_another(address, options, rows, expected):
     records = predict_on_ray(rows, options, ONE)
     first = [next(records) for _ in range(5)]  # in the middle of a block

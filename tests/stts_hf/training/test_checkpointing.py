@@ -74,7 +74,9 @@ def test_an_error_while_a_step_is_saved_again_leaves_no_mixed_checkpoint(run_fol
     assert last_checkpoint(run_folder) == str(run_folder / "checkpoint-2")
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "adapter"])
+@pytest.mark.parametrize(
+    "adapter", [pytest.param(False, id="whole model"), pytest.param(True, id="adapter", marks=pytest.mark.slow)]
+)
 def test_an_error_amid_the_save_at_the_end_leaves_what_was_there(tmp_path, monkeypatch, adapter):
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=[r"q_proj"])) if adapter else tiny_model()
     run = trainer(tmp_path, model=model, processing_class=STTSProcessor.from_pretrained(TINY), max_steps=1)

@@ -15,15 +15,21 @@ from stts_hf.checkpoints.families import family_of_checkpoint
 from stts_hf.cli.main import main
 from stts_hf.model_parts import PARTS, parts_of
 from tests.backbones import HYBRID_MIXTURES, HYBRIDS
-from tests.checkpoints import ALL_TINIES, EVERY, RECURRENT
+from tests.checkpoints import ALL_TINIES, needs_num2words
 from tests.training_files import train, write_config
 
 FRAMES = 4  # of the Qwens, two tubelets
 
 
-@pytest.fixture(scope="module", params=EVERY[: -len(RECURRENT)])
+@pytest.fixture(scope="module")
 def checkpoint(request) -> Path:
     return ALL_TINIES[request.param]
+
+
+def of(*names: str) -> pytest.MarkDecorator:
+    """The first every day: `tests/stts_hf/cli/test_train.py` trains Molmo2 in every way."""
+    others = [pytest.param(name, marks=[pytest.mark.slow, needs_num2words]) for name in names[1:]]
+    return pytest.mark.parametrize("checkpoint", [names[0], *others], indirect=True)
 
 
 def load(folder: Path) -> Any:
@@ -47,6 +53,7 @@ def moved(checkpoint: Path, output: Path, part_by_name: dict[str, str]) -> set[s
     return {part for name, part in part_by_name.items() if not torch.equal(before[name], after[name])}
 
 
+@of("qwen3_vl", "molmo2", "qwen2_5_vl", "smolvlm")
 def test_a_run_trains_its_parts_and_writes_a_whole_checkpoint(checkpoint, data, tmp_path, capsys):
     more = "pruning_ratio: 0.5\nfreeze: [vision_tower]\npack_to: 400\neval_data: " + str(data) + "\n"
     output = run(tmp_path, data, checkpoint, more)
@@ -66,6 +73,7 @@ def test_a_run_trains_its_parts_and_writes_a_whole_checkpoint(checkpoint, data, 
     assert {file.name for file in output.glob("*.py")} == {file.name for file in checkpoint.glob("*.py")}
 
 
+@of("molmo2", "qwen3_vl", "smolvlm", "qwen3_vl_moe")
 def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(checkpoint, data, tmp_path):
     more = "use_peft: true\nlora_r: 2\nmerge_adapter: true\n"
     output = run(tmp_path, data, checkpoint, more)
@@ -84,9 +92,10 @@ def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(chec
     assert f"stts_hf.{type(model).__name__}.from_pretrained(base)" in card.text
 
 
-@pytest.mark.parametrize("backbone", RECURRENT)
-def test_a_recurrent_text_model_trains_its_parts_and_takes_an_adapter(backbone, data, tmp_path):
-    checkpoint = ALL_TINIES[backbone]
+@pytest.mark.slow
+def test_a_recurrent_text_model_trains_its_parts_and_takes_an_adapter(data, tmp_path):
+    """Of experts, too."""
+    checkpoint = ALL_TINIES["qwen3_5_moe"]
     output = run(tmp_path, data, checkpoint, "freeze: [vision_tower]\n")
     assert main(["doctor", str(output)]) == 0
     assert moved(checkpoint, output, parts_of(load(output))) == set(PARTS) - {"vision_tower"}
@@ -111,7 +120,7 @@ def test_packed_rows_of_a_recurrent_text_model_are_refused_before_data_and_weigh
         STTSTrainer(tiny.model(), STTSTrainingArguments(output_dir=str(tmp_path)), train_dataset=packed)
 
 
-@pytest.mark.parametrize("checkpoint", EVERY, indirect=True)
+@of("qwen3_vl", "molmo2", "qwen2_5_vl", "smolvlm", "qwen3_5")
 def test_a_new_scorer_alone_learns_from_an_unpruned_stock_model(checkpoint, data, tmp_path):
     """The checkpoint's own weights, under the stock model's type."""
     stock = tmp_path / "stock"

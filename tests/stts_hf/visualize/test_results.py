@@ -82,7 +82,11 @@ def refuse_drawing(what: str, *extras: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_drawn"), [("comparison", True), ("Clip", True), ("curves", False)], ids=["after", "before", "curves"]
+    ("name", "is_drawn"),
+    [
+        pytest.param("comparison", True, marks=pytest.mark.slow, id="after"),
+        pytest.param("curves", False, id="curves"),
+    ],
 )
 def test_what_fails_is_logged_and_the_run_is_kept(run, monkeypatch, name, is_drawn):
     said: list[str] = []
