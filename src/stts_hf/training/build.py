@@ -26,7 +26,7 @@ from stts_hf.data.collator import STTSDataCollator
 from stts_hf.data.encoding import Processor
 from stts_hf.data.loading import load_rows
 from stts_hf.data.preparing import LENGTH, prepare_rows, with_column
-from stts_hf.data.rows import ANSWER, read_row
+from stts_hf.data.rows import ANSWER, read_row, row_id
 from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.model_parts import SCORER
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS, PruningConfig
@@ -136,10 +136,9 @@ def load_data(config: TrainConfig, name: str, scorer_target: str) -> datasets.Da
 
 def with_ids(rows: datasets.Dataset) -> datasets.Dataset:
     """The rows, each with another `id`, since masks are kept by row: of several data sets some may be the same."""
-    given = rows["id"] if "id" in rows.column_names else [None] * len(rows)
     seen, ids = Counter[str](), []
-    for index, name in enumerate(given):
-        name = f"row {index}" if name is None else str(name)
+    for index, given in enumerate(rows["id"]):
+        name = row_id({"id": given}, index)
         seen[name] += 1
         ids.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return with_column(rows, "id", ids, "string")
