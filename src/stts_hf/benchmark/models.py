@@ -11,6 +11,7 @@ from stts_hf.auto_classes import register_auto_classes
 from stts_hf.benchmark.geometries import GEOMETRIES
 from stts_hf.benchmark.presets import Workload
 from stts_hf.model_parts import SCORER, module_of
+from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
 
 Models = tuple[PreTrainedModel, PreTrainedModel]  # STTS and its native twin, with the same parameters
 
@@ -52,9 +53,12 @@ def stock_inputs(stock: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str,
 
 
 def stock_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The native configuration of an STTS model's, whose other fields the native classes ignore."""
-    ours = {"model_type", "architectures", "auto_map", "dtype", "quantization_config"}
-    stock = config.native(**{name: value for name, value in config.to_dict().items() if name not in ours})
+    """The native configuration of an STTS model's, without the fields of pruning."""
+    ours = {*PRUNING_FIELDS, *TRAINING_FIELDS, "quantization_config"}
+    ours |= {"model_type", "architectures", "auto_map", "dtype"}
+    given = {name: value for name, value in config.to_dict().items() if name not in ours}
+    given["vision_config"] = {name: value for name, value in given["vision_config"].items() if name not in ours}
+    stock = config.native(**given)
     stock._attn_implementation = config._attn_implementation
     for name in config.native.sub_configs:
         getattr(stock, name)._attn_implementation = getattr(config, name)._attn_implementation
