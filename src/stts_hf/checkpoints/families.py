@@ -17,13 +17,6 @@ from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
-from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.configuration_stts_qwen2_5_vl import STTSQwen2_5_VLConfig
-from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
-from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
-from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
-from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
-from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.processing_stts_smolvlm import STTSSmolVLMProcessor
 from stts_hf.modeling.settings_stts import PruningConfig
@@ -78,28 +71,27 @@ class Family:
         return ["stts", self.config.native.model_type, "video", "token-pruning", "custom_code"]
 
 
-_MOLMO2 = (SPECIAL_TOKENS, _molmo2_settings, "PyAV (`pip install av`)")
-_QWEN_VL = (
-    {
-        "image_token_id": "<|image_pad|>",
-        "video_token_id": "<|video_pad|>",
-        "vision_start_token_id": "<|vision_start|>",
-        "vision_end_token_id": "<|vision_end|>",
-    },
-    _qwen_vl_settings,
-)
-_SMOLVLM = ({"image_token_id": "<image>"}, _smolvlm_settings)
-FAMILIES = [
-    Family(STTSConfig, STTSProcessor, Molmo2ImageProcessor, STTSVideoProcessor, *_MOLMO2),
-    Family(STTSQwen3VLConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
-    Family(STTSQwen3VLMoeConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
-    Family(STTSQwen3_5Config, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
-    Family(STTSQwen3_5MoeConfig, Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL),
-    Family(STTSQwen2_5_VLConfig, Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
-    Family(STTSSmolVLMConfig, STTSSmolVLMProcessor, SmolVLMImageProcessor, STTSSmolVLMVideoProcessor, *_SMOLVLM),
-]
-OWN = {family.config.model_type: family for family in FAMILIES}
-STOCK = {family.config.native.model_type: family for family in FAMILIES}
+_QWEN_VL_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+_QWEN_VL = (_QWEN_VL_TOKENS, _qwen_vl_settings)
+_QWEN3_VL = (Qwen3VLProcessor, Qwen2VLImageProcessor, Qwen3VLVideoProcessor, *_QWEN_VL)
+_SMOLVLM = (STTSSmolVLMProcessor, SmolVLMImageProcessor, STTSSmolVLMVideoProcessor)
+_MOLMO2 = (STTSProcessor, Molmo2ImageProcessor, STTSVideoProcessor, SPECIAL_TOKENS, _molmo2_settings)
+_FIELDS: dict[str, Any] = {  # by our `model_type`: a family's fields but for the configuration
+    "stts": (*_MOLMO2, "PyAV (`pip install av`)"),
+    "stts_qwen3_vl": _QWEN3_VL,
+    "stts_qwen3_vl_moe": _QWEN3_VL,
+    "stts_qwen3_5": _QWEN3_VL,
+    "stts_qwen3_5_moe": _QWEN3_VL,
+    "stts_qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
+    "stts_smolvlm": (*_SMOLVLM, {"image_token_id": "<image>"}, _smolvlm_settings),
+}
+OWN = {config.model_type: Family(config, *_FIELDS[config.model_type]) for config in MODEL_CLASSES}
+STOCK = {family.config.native.model_type: family for family in OWN.values()}
 
 
 def family_of(model_type: object, subject: object) -> Family:

@@ -1,5 +1,6 @@
 """Loading a checkpoint by this package's code. Code that lies in the checkpoint never runs."""
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -71,16 +72,10 @@ def check_on_hub(name: str, revision: str | None) -> None:
 def check_device(name: str) -> None:
     """Raises `ValueError` for a CUDA device on a machine that surely has none. Does not load PyTorch."""
     has_driver = sys.platform != "linux" or any(map(glob.glob, _OF_DRIVERS))
-    if name.startswith("cuda") and ("+cpu" in version("torch") or not (has_driver or _loads("libcuda.so.1"))):
+    with contextlib.suppress(OSError):
+        has_driver = has_driver or bool(ctypes.CDLL("libcuda.so.1"))
+    if name.startswith("cuda") and ("+cpu" in version("torch") or not has_driver):
         raise ValueError(_NO_GPU.format(name))
-
-
-def _loads(library: str) -> bool:
-    try:
-        ctypes.CDLL(library)
-    except OSError:
-        return False
-    return True
 
 
 def choose_device(name: str) -> Any:

@@ -113,8 +113,7 @@ def _text_config(llm: Mapping[str, Any]) -> dict[str, Any]:
         scaling = {key.removeprefix("rope_"): value for key, value in llm.items() if key.startswith("rope_")}
         not_scaling = ("type", "theta", "full_precision")
         rope |= {key: value for key, value in scaling.items() if value is not None and key not in not_scaling}
-    full_layers = llm.get("full_attention_layers")
-    scaled_layers = full_layers
+    scaled_layers = full_layers = llm.get("full_attention_layers")
     if full_layers is not None and llm.get("sliding_attention_rope_scaling"):
         scaled_layers = [layer for layer in range(llm["n_layers"]) if layer not in full_layers]
     return {

@@ -75,17 +75,14 @@ def open_original(folder: Path) -> dict[str, StoredTensor]:
         originals = open_sharded(folder / SHARDED_FOLDER)
     else:
         originals = {name: in_memory(tensor) for name, tensor in load_unsharded(folder / UNSHARDED_FILE).items()}
-    tensors = {released_name(name): tensor for name, tensor in originals.items()}
+    tensors = {}
+    for name, tensor in originals.items():
+        for pattern, replacement in _RENAMES:
+            name = re.sub(pattern, replacement, name)
+        tensors[name] = tensor
     if _EMBEDDING in tensors:
         tensors.setdefault("lm_head.weight", tensors[_EMBEDDING])  # tied in training, unless it has a head of its own
     return tensors
-
-
-def released_name(name: str) -> str:
-    """Returns the name in released checkpoints of a tensor of an original one."""
-    for pattern, replacement in _RENAMES:
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def load_unsharded(path: Path) -> dict[str, torch.Tensor]:
@@ -148,13 +145,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def open_sharded(folder: Path) -> dict[str, StoredTensor]:
-    """Returns the model's tensors of a torch.distributed.checkpoint folder, without reading them.
-
-    The folder holds `.metadata` and `.distcp` files; of the names there those that begin with "model." are listed,
-    without that (the others are the optimizer's).
-
-    Raises `ValueError`, naming the file, where metadata or, once they are read, data are missing, damaged, or not what
-    a checkpoint of plain tensors holds. Nothing in the folder is ever executed.
+    """
+    Returns the model's tensors of a torch.distributed.checkpoint folder (`.metadata`, `.distcp` files), unread: those
+    named "model. ...", without that; others are the optimizer's. Raises `ValueError`, naming the file, where metadata
+    or, once they are read, data are missing, damaged, or not plain tensors.
     """
     path = folder / METADATA_FILE
     try:
@@ -179,7 +173,6 @@ def open_sharded(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_chunks(folder: Path, name: str, size: tuple[int, ...], stored: list[_Chunk]) -> torch.Tensor:
-    """Joins a tensor of its chunks."""
     chunks = [(offsets, _read_chunk(folder, name, info)) for offsets, info in stored]
     if sum(chunk.numel() for _, chunk in chunks) != math.prod(size):
         raise ValueError(f"{folder} holds {len(chunks)} chunks of `{name}`, but not all of {size}: copy it again.")
