@@ -231,23 +231,17 @@ class Clip:
                     "chat_template writes text before the video that changes with the conversation. Call `answer`."
                 )
             asked.append((0, dataclasses.replace(self.seen, question=question), request.tail))
-        with self._use_cache() as heads:
-            options |= {"started": time.perf_counter(), "keep": True}
-            found = answer_tails(self.model, self.processor, heads, asked, batch_size, **options)
-            return [dataclasses.replace(answer, tokens_read_before=heads.columns) for answer in found]
-
-    @contextlib.contextmanager
-    def _use_cache(self) -> Iterator[ReadHeads]:
-        """The cache for one call; cut back to the video before and after it."""
         with self._exclusive():
             heads = self._heads
             if heads is None:
                 raise ValueError("The clip was released. Watch the video again.")
             heads.rewind()  # an earlier call may have been interrupted while it did so
+            options |= {"started": time.perf_counter(), "keep": True}
             try:
-                yield heads
+                found = answer_tails(self.model, self.processor, heads, asked, batch_size, **options)
             finally:
                 heads.rewind()
+            return [dataclasses.replace(answer, tokens_read_before=heads.columns) for answer in found]
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:

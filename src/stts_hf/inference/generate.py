@@ -254,11 +254,6 @@ def tokenize(processor: Processor, texts: Sequence[str]) -> list[torch.Tensor]:
     return [torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
 
 
-def tokenize_tails(processor: Processor, tails: Sequence[str]) -> dict[str, torch.Tensor]:
-    """`pad_tails` of texts."""
-    return pad_tails(processor, tokenize(processor, tails))
-
-
 def pad_tails(processor: Processor, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     """`input_ids` and `attention_mask` (B, tokens), padded on the left."""
     masks = [torch.ones_like(row) for row in rows]

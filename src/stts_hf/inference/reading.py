@@ -12,7 +12,7 @@ from stts_hf.keeping import KeepRule, rule_arguments, take_rule
 from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, parts_of
 from stts_hf.modeling.plan_stts import TowerCache
 
-from .generate import ReadHeads, inputs_for, read_heads, tokenize, tokenize_tails, with_masks
+from .generate import ReadHeads, inputs_for, pad_tails, read_heads, tokenize, with_masks
 from .requests import Answer, ask_about, prepare, processing_options
 
 
@@ -69,7 +69,8 @@ class Reading:
         self.options = processing_options(processor, processing, self.rule)
         self.request = replace(ask_about(processor, video, question), rule=self.rule)
         self.generation = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": processor.tokenizer}
-        self.tail, self.target = tokenize_tails(processor, [self.request.tail]), torch.tensor([])
+        self.tail = pad_tails(processor, tokenize(processor, [self.request.tail]))
+        self.target = torch.tensor([])
         self.wanted, self.spent, self.unit, self.weights = expected or "", 0.0, 1.0, Counter[str]()
         self.rest = 1 - (model.config.vision_config.pruning_layer + 1) / model.config.vision_config.num_hidden_layers
         for (name, part), weight in zip(parts_of(model).items(), model.parameters(), strict=True):
