@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import KEEP_OPTIONS, check_scaling, processing
+from stts_hf.cli.options import KEEP_OPTIONS, processing
 from stts_hf.cli.progress import import_libraries, note, stage
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def open_checkpoint(arguments: argparse.Namespace, **options: Any) -> "Predictor
 
     with refused("--"):
         predictor = Predictor(**{**predictor_options(arguments), **options})
-        check_scaling(arguments, predictor.rule.ratio)
         processing_options(predictor.processor, processing(arguments), predictor.rule)
     return predictor
 

@@ -118,12 +118,6 @@ def processing(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value not in (None, False)}
 
 
-def check_scaling(arguments: argparse.Namespace, ratio: object) -> None:
-    """Raises `CommandError` for test-time scaling at a ratio of 1."""
-    if processing(arguments).get("test_time_scaling") and ratio == 1:
-        raise CommandError("--test-time-scaling needs a --pruning-ratio below 1: at 1 no number of frames is enough")
-
-
 def check_writable(option: str, folder: Path) -> None:
     """Raises `CommandError` if a folder, which need not exist, cannot be created or written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())

@@ -208,8 +208,8 @@ def processing_options(processor: Processor, processing: Mapping[str, Any] | Non
         raise ValueError(f"processing has {name!r}, which the processor does not know. {advice}")
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
-        if rule.ratio is None and None in (rule.threshold, rule.budget):
-            needs = "a pruning_ratio, or a score_threshold and the video_token_budget that frames are to fill"
+        if rule.ratio == 1 or (rule.ratio is None and None in (rule.threshold, rule.budget)):
+            needs = "a pruning_ratio below 1, or a score_threshold and the video_token_budget that frames are to fill"
             raise ValueError(f"test_time_scaling=True needs {needs}.")
         options = {"pruning_ratio": rule.ratio or 0.0, **options}
     return options

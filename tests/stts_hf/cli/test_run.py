@@ -113,7 +113,7 @@ def test_times_compare_the_stock_model_with_and_without_dropping(run):
 @pytest.mark.parametrize(
     ("arguments", "given", "words"),
     [
-        (["--test-time-scaling", "--pruning-ratio", "1"], {}, "--test-time-scaling"),
+        (["--test-time-scaling", "--pruning-ratio", "1"], {}, "needs a pruning_ratio below 1"),
         (["--output", "sheet.txt"], {}, "sheet.txt"),
         (["--device", "abacus"], {}, "--device abacus"),
         ([], {"question": "What is <|video|>?"}, "question holds '<|video|>'"),

@@ -118,7 +118,7 @@ def test_scaling_adds_frames_until_the_budget_is_full_or_the_video_has_no_more(a
         assert clip.seen.num_frames == busy.num_frames
     for budget in ({}, {"video_token_budget": 100}):
         rest = {"processing": given["processing"], **budget} | ({} if budget else {"score_threshold": level})
-        with pytest.raises(ValueError, match="needs a pruning_ratio, or a score_threshold and the video_token_budget"):
+        with pytest.raises(ValueError, match="needs a pruning_ratio below 1, or a score_threshold"):
             assistant.answer(clips[0], QUESTION, **rest)
 
 
