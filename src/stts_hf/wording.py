@@ -24,6 +24,11 @@ def share(text: str) -> float:
     return value
 
 
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Such as "a, b, c, d and 3 more"."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def spread(rounds: Sequence[float], digits: int = 1) -> str:
     """Median of rounds, with the lowest and the highest of several: "12.3 (11.9-13.0)"."""
     import statistics  # help does not need it

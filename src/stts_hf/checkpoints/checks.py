@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from stts_hf.auto_classes import MODEL_CLASSES
 from stts_hf.modeling.budget_stts import check_pruning_ratio
+from stts_hf.wording import listed
 
 from .families import Family
 from .files import Finding, raise_findings, reason_of, usable
@@ -125,12 +126,7 @@ class WeightComparison:
     def findings(self) -> Iterator[Finding]:
         """One that names them, where there are any."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "of the wrong shape": self.misshapen}
-        texts = [
-            f"{len(names)} tensors are {kind}: {', '.join(names[:4])}"
-            + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-            for kind, names in kinds.items()
-            if names
-        ]
+        texts = [f"{len(names)} tensors are {kind}: {listed(names)}" for kind, names in kinds.items() if names]
         if texts:
             only_scorer = all(map(is_scorer, self.missing)) and not self.unexpected and not self.misshapen
             remedy = "give it a new scorer with stts-hf convert" if only_scorer else "copy or convert the weights again"

@@ -15,6 +15,7 @@ from stts_hf.model_parts import SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.settings_stts import PruningConfig
+from stts_hf.wording import listed
 
 from .atomic_folder import atomic_folder
 from .card import inherited_metadata, write_model_card
@@ -164,11 +165,9 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
         if read_json(destination / "config.json").get("model_type") in OWN | STOCK:
             foreign = [name for name in foreign if not (decides(name) or _BESIDE.fullmatch(name))]
     if foreign:
-        more = f" and {len(foreign) - 4} more" if len(foreign) > 4 else ""
         raise ValueError(
-            f"`destination` {destination} holds files of no STTS or stock checkpoint ("
-            f"{', '.join(foreign[:4])}{more}), and --overwrite would delete it: move that elsewhere, or name another "
-            "folder."
+            f"`destination` {destination} holds files of no STTS or stock checkpoint ({listed(foreign)}), and "
+            "--overwrite would delete it: move that elsewhere, or name another folder."
         )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.errors import is_disk_full, is_out_of_memory
+from stts_hf.wording import listed
 
 INSTALLED_CODE = Path(__file__).resolve().parents[1] / "modeling"
 # The files that decide what a checkpoint answers, beside weights and code.
@@ -180,7 +181,7 @@ def check_links(folder: Path, files: Mapping[str, Path] | None = None) -> Iterat
     files = checkpoint_files(folder) if files is None else files
     if dangling := [name for name, path in files.items() if not path.exists()]:
         yield Finding(
-            f"{len(dangling)} links lead nowhere ({', '.join(dangling[:4])}{', ...' if len(dangling) > 4 else ''})",
+            f"{len(dangling)} links lead nowhere ({listed(dangling)})",
             "copy the folder again with cp -rL, which copies what links lead to",
         )
     for name, path in files.items():

@@ -19,12 +19,12 @@ from stts_hf.cli.answer_options import (
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import check_output
+from stts_hf.wording import listed
 
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "rows",
         type=Path,
@@ -88,8 +88,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         rows = list(load_rows(path))
     twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
     if twice:
-        more = f" and {len(twice) - 3} more" if len(twice) > 3 else ""
-        raise CommandError(f"{path} has several rows with the id {', '.join(twice[:3])}{more}; give each its own")
+        raise CommandError(f"{path} has several rows with the id {listed(twice)}; give each its own")
     return rows
 
 

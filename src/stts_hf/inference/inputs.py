@@ -12,6 +12,7 @@ from typing import Any
 from stts_hf.data.rows import PLACE, check_files, read_row, row_id
 from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.video.sources import is_url
+from stts_hf.wording import listed
 
 ENDINGS = (
     *(".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".wmv", ".flv", ".mpg", ".mpeg", ".m2ts", ".mts", ".ts"),
@@ -73,10 +74,10 @@ def read_inputs(
         raise ValueError("inputs are empty. Name videos, folders or files of rows.")
     twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
     if twice:
-        raise ValueError(f"ids must differ, but several rows have the id {_some(twice)}. Give each its own.")
+        raise ValueError(f"ids must differ, but several rows have the id {listed(twice)}. Give each its own.")
     without = [row["id"] for row in rows if row["prompt"] is None]
     if without and prompt is None:
-        raise ValueError(f"prompt is missing for {len(without)} of {len(rows)} rows ({_some(without)}). Pass one.")
+        raise ValueError(f"prompt is missing for {len(without)} of {len(rows)} rows ({listed(without)}). Pass one.")
     return [row | {"prompt": prompt} if row["prompt"] is None else row for row in rows]
 
 
@@ -160,7 +161,3 @@ def _read_rows(source: str, split: str | None, subset: str | None) -> Iterator[d
         video = row["video"] if are_named else StoredVideo(table, number)
         carried = {name: row[name] for name in (*PLACE, *KEEP_ARGUMENTS) if name in row}
         yield {**carried, "id": row_id(row, number), "video": video, "prompt": row.get("prompt")}
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
