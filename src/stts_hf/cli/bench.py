@@ -36,7 +36,6 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "--preset",
         type=preset_name,

@@ -24,7 +24,6 @@ SCORES = Path("calibration.jsonl")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or Hub repository; its code is not executed")
     add_input_options(parser)
     parser.add_argument("--keep", type=share, required=True, metavar="K", help="share of video tokens to keep, 0 to 1")

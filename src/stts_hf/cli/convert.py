@@ -10,7 +10,6 @@ from stts_hf.selectors import SELECTORS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -40,7 +39,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> None:
-    """Runs the command; raises `CommandError` for a user error."""
     check_writable("DESTINATION", Path(arguments.destination).expanduser().resolve().parent)
     print("Reading the source ...", file=sys.stderr, flush=True)
     from tqdm import tqdm

@@ -22,7 +22,6 @@ LIMITS: dict[str, tuple[Callable[[str], float], int, str, str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     add_model_options(parser, max_new_tokens=64, urls=False)
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only); 0.0.0.0: all"

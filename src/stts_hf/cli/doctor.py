@@ -7,7 +7,6 @@ from stts_hf.cli.errors import CommandError, refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="checkpoint folder; its code is not executed")
     parser.add_argument("--strict", action="store_true", help="exit with status 1 on warnings too")
 

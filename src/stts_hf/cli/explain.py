@@ -14,7 +14,6 @@ PAGE = Path("explanation.html")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "videos", metavar="VIDEO", nargs="*", help="video file, or an http(s) address with --allow-urls"
     )
@@ -26,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the command; raises `CommandError` for a user error."""
     if len(arguments.videos) != 1:
         number = f"got {len(arguments.videos)}" if arguments.videos else "pruning drops tokens of videos alone"
         raise CommandError(f"VIDEO must be one video before the question: {number}")

@@ -8,11 +8,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from stts_hf.cli.errors import CommandError, shortage
+from stts_hf.cli.errors import CommandError, refused, shortage
 from stts_hf.versions import __version__, check_versions
 from stts_hf.wording import did_you_mean
 
-# Each in the module of its name, which is imported when it is asked for.
+# Each in the module of its name, which is imported when it is asked for: `add_arguments(parser)`, and
+# `execute(arguments)`, which returns the exit status unless it is 0, or raises `CommandError` for a user error.
 COMMANDS = {
     "run": "answer a question about a video and draw the dropped tokens",
     "explain": "say why an answer is what it is: dropped, not sampled or seen, which blocks turn it, and what mends it",
@@ -105,25 +106,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        check_versions()
-    except ImportError as error:
-        print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
-    try:
-        status = importlib.import_module(f"stts_hf.cli.{arguments.command}").execute(arguments)
-    except CommandError as error:
-        print(f"stts-hf {arguments.command}: error: {error}", file=sys.stderr)
-        return 2
+        with refused("", ImportError):
+            check_versions()
+        return importlib.import_module(f"stts_hf.cli.{arguments.command}").execute(arguments) or 0
     except KeyboardInterrupt:
         print(f"stts-hf {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
-        reason = shortage(error, LESS_MEMORY.get(arguments.command))
+        reason = str(error) if isinstance(error, CommandError) else shortage(error, LESS_MEMORY.get(arguments.command))
         if reason is None:
             raise
         print(f"stts-hf {arguments.command}: error: {reason}", file=sys.stderr)
         return 2
-    return status or 0
 
 
 if __name__ == "__main__":

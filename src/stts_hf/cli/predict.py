@@ -46,7 +46,6 @@ _RAY_OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     add_input_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt for videos without one")
     parser.add_argument(

@@ -8,7 +8,6 @@ from stts_hf.cli.errors import CommandError, refused
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("folder", metavar="FOLDER", help="folder of an STTS checkpoint")
     parser.add_argument("repo_id", metavar="USER/NAME", help="model repository, created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create a private repository")

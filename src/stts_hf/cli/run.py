@@ -20,7 +20,6 @@ FRAME_SIDE = 480  # pixels of a frame in pictures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument(
         "videos",
         metavar="VIDEO",
@@ -38,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the command and returns its exit status; raises `CommandError` for a user error."""
     check_arguments(arguments)
     if len(arguments.videos) > 1:
         from stts_hf.cli import predict

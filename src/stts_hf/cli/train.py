@@ -14,7 +14,6 @@ from stts_hf.cli.progress import keep_bars_out_of_logs, note
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; see examples/configs, docs/training.md")
     parser.add_argument(
         "--resume",

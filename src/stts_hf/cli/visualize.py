@@ -25,7 +25,6 @@ WHOLE = "nothing dropped"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's arguments."""
     parser.add_argument("video", metavar="VIDEO", help="video file, or an http(s) address with --allow-urls")
     add_model_options(parser, max_new_tokens=64, selector=False)
     parser.add_argument(
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Runs the command; raises `CommandError` for a user error and a full disk."""
     check_video(arguments.video, arguments.allow_urls)
     if os.path.lexists(arguments.output):
         raise CommandError(f"--output {arguments.output} is there already and is not written over; name another folder")
