@@ -87,16 +87,12 @@ def contact_sheet(
             frame = frames[min(place, len(frames) - 1)]  # the last stays on
             tile = dim_dropped_blocks(frame, mask[index], grid, (end - start, tile_height))
             sheet.paste(tile, (left + start, top))
-        name = _name(index, () if timestamps is None else timestamps[places.start : places.stop])
+        times = [] if timestamps is None else timestamps[places.start : places.stop]
+        name = ", ".join(f"{time:.2f}" for time in times) + " s" if len(times) else f"#{index}"
         if scores is not None and tile_width >= 200:
             name += f"   score {scores[index].mean():.2f}"
         _draw_count(draw, (left, top + tile_height + 3), tile_width, mask[index], name)
     return sheet
-
-
-def _name(index: int, timestamps: Sequence[float]) -> str:
-    """What a tile is called: by its times, or its number without any."""
-    return ", ".join(f"{time:.2f}" for time in timestamps) + " s" if len(timestamps) else f"#{index}"
 
 
 def _draw_count(draw: ImageDraw.ImageDraw, corner: tuple[int, int], width: int, keep: np.ndarray, name: str) -> None:

@@ -3,7 +3,6 @@
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,14 +37,11 @@ def verdict(found: Explanation) -> str:
     at = " and ".join(f"{moment:.2f} s" for moment in found.moment)
     blocks = "1 block" if number == 1 else f"{number} blocks together"
     where = f"at {at}" if len({frame for frame, _ in found.blocks}) < 2 else f"(the strongest at {at})"
-    one = number == 1
+    give, are, them = ("gives", "it is", "it") if number == 1 else ("give", "they are", "them")
     if found.cause == "dropped":
-        put_back = "it is put back" if one else "they are put back"
-        return f"The moment was dropped: {blocks} {where} give{'s' * one} {wanted} once {put_back}."
-    if found.cause == "seen" and one:
-        return f"The moment was seen: 1 block {where} gives {wanted}, and without it the answer is another."
+        return f"The moment was dropped: {blocks} {where} {give} {wanted} once {are} put back."
     if found.cause == "seen" and found.blocks:
-        return f"The moment was seen: {blocks} {where} give {wanted}, and without them the answer is another."
+        return f"The moment was seen: {blocks} {where} {give} {wanted}, and without {them} the answer is another."
     if found.cause == "seen":
         return f"The first frame, or the question alone, gives {wanted}: no later block changes that."
     if found.cause == "bias":
@@ -106,18 +102,8 @@ def write_explanation(
     path: str | os.PathLike, frames: np.ndarray, found: Explanation, remedies: Sequence[str], facts: Mapping[str, str]
 ) -> None:
     """
-    Writes the page, which needs no network and no other file.
-
-    Args:
-        path: of the page.
-        frames: `(F, H, W, 3)` uint8, the sampled frames.
-        found: what `explain` returned.
-        remedies: commands to copy, of `commands`.
-        facts: about the run, such as `{"video": "clip.mp4"}`; all text is escaped.
-
-    Raises:
-        ValueError, TypeError: the frames do not fit.
-        OSError: the page cannot be written.
+    Writes the page, which needs no network and no other file. path, frames, facts and errors: as in `write_report`.
+    found: what `explain` returned. remedies: commands to copy, of `commands`.
     """
     answer = found.asked.answer
     mask = as_array(answer.keep_mask)  # type: ignore[arg-type]  # there is a video
@@ -144,5 +130,4 @@ def write_explanation(
         "facts": facts,
         "tiles": [tile | {"picture": picture} for (tile, _), picture in zip(tiles, pictures, strict=True)],
     }
-    page = render("explanation.html", given)
-    Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
+    render(path, "explanation.html", given)

@@ -35,15 +35,7 @@ def comparison(
     Selectors side by side, as in the paper's qualitative figures: a row of at most 8 frames, spread evenly from the
     first to the last, and for each selector a row with its dropped blocks dimmed.
 
-    Args:
-        frames: `(F, H, W, 3)` uint8.
-        keep_masks: by label of the row, usually a selector, `(T, n)` bool.
-        grid: rows and columns of blocks in a frame.
-        timestamps: `F` times in seconds.
-        tubelet: how many of the `F` frames the model merges into one of its `T`.
-
-    Raises:
-        ValueError, TypeError: as `contact_sheet`.
+    keep_masks: by label of the row, usually a selector. Other arguments and errors are those of `contact_sheet`.
     """
     frames = as_array(frames)
     masks = {name: as_array(mask) for name, mask in keep_masks.items()}

@@ -79,19 +79,18 @@ def write_report(
     }
     given = {"answer": answer, "facts": facts, "notes": notes, "selectors": selectors, "data": data}
     words = {"gigaflop": gigaflop, "saved": saved, "spread": spread, "speed": speed}
-    page = render(TEMPLATE, given | {"baseline": baseline} | words)
+    render(path, TEMPLATE, given | {"baseline": baseline} | words)
+
+
+def render(path: str | os.PathLike, template: str, given: Mapping[str, Any]) -> None:
+    """Writes a page of this folder's template; all text is escaped."""
+    loader = jinja2.PackageLoader("stts_hf", "visualize")
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    page = environment.get_template(template).render(given)
     Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def render(template: str, given: Mapping[str, Any]) -> str:
-    """A page of this folder's template; all text is escaped."""
-    loader = jinja2.PackageLoader("stts_hf", "visualize")
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.get_template(template).render(given)
-
-
 def _selector(name: str, answer: Answer, frames: np.ndarray) -> dict[str, Any]:
-    """Values of a selector for the template."""
     if answer.keep_mask is None or answer.token_scores is None:
         raise ValueError(f"`answers` holds {name!r} without an answer: {answer.error or 'nothing was asked'}.")
     mask, scores = as_array(answer.keep_mask), as_array(answer.token_scores)

@@ -38,10 +38,7 @@ def write_overlays(
 
     Args:
         video: a file, or what else `VideoFile` takes.
-        keep_masks: by path of the MP4, `(T, n)` bool, blocks row by row.
-        grid: rows and columns of blocks in a frame, `rows * cols == n`.
-        timestamps: of the `F` sampled frames, in seconds.
-        tubelet: how many of the `F` frames the model merges into one of its `T`.
+        keep_masks: by path of the MP4, as in `contact_sheet`; so are `grid`, `timestamps` and `tubelet`.
         longest_side: maximum pixels of a side; smaller videos keep their size, rounded to even numbers.
         beside: whether the video as it is stands on the left, so that the picture is twice as wide.
 

@@ -63,7 +63,6 @@ class Results:
         return Clip(model.eval(), self.trainer.processing_class, video).seen  # type: ignore[arg-type]
 
     def draw(self, folder: Path) -> None:
-        """Writes the picture."""
         with harmless(f"{(path := folder / RESULTS)} is"):
             vocabulary = self.trainer.model.config.get_text_config().vocab_size
             figures = [curves(self.trainer.state.log_history, vocabulary)]
