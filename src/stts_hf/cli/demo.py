@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> None:
     """Serves the page until it is interrupted; raises `CommandError` for a user error."""
     need_extras("The page needs more packages", "demo", module="gradio")
-    check_address(arguments.host, arguments.port)
+    host, port = arguments.host, arguments.port
+    with refused(f"--host {host} and --port {port} cannot be listened on: ", OSError, OverflowError):
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:  # before the model is loaded
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
     predictor = open_checkpoint(arguments)
     if predictor.rule.budget is not None and predictor.rule.threshold is None:
         raise CommandError("--video-token-budget has no slider on the page: pass --score-threshold with it")
@@ -54,15 +59,6 @@ def execute(arguments: argparse.Namespace) -> None:
     link = "" if Path(arguments.checkpoint).expanduser().exists() else f"https://huggingface.co/{arguments.checkpoint}"
     page = serving.build(assistant, limits=limits, processing=processing(arguments), about=about, link=link)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that temporary files are deleted
-    note(f"The page is at http://{arguments.host}:{arguments.port} until Ctrl+C")
-    serving.serve(page, server_name=arguments.host, server_port=arguments.port, quiet=True)
+    note(f"The page is at http://{host}:{port} until Ctrl+C")
+    serving.serve(page, server_name=host, server_port=port, quiet=True)
     serving.end_process()
-
-
-def check_address(host: str, port: int) -> None:
-    """Raises `CommandError` if the address cannot be bound. Called before the model is loaded."""
-    with refused(f"--host {host} and --port {port} cannot be listened on: ", OSError, OverflowError):
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)

@@ -37,16 +37,8 @@ Changes = dict[Any, Any]  # new values by component
 
 class Page:
     """
-    Components and event handlers; state lives in `visits`.
-
-    Args:
-        answerer: answers the questions.
-        sample: a video to try.
-        about, link: a sentence about the checkpoint, under the title, and its address, if it has one.
-        on_gpu: wraps `answerer.answer`, such as `spaces.GPU()` where a GPU is lent for one call at a time.
-
-    Attributes:
-        blocks: the Gradio app.
+    Components and event handlers; state lives in `visits`. blocks: the Gradio app. sample: a video to try. about,
+    link, on_gpu: as in `serving.build`.
     """
 
     def __init__(
@@ -62,17 +54,17 @@ class Page:
         # Gradio deletes uploads and overlays after an hour.
         with gr.Blocks(title="Ask a video", analytics_enabled=False, delete_cache=(HOUR // 4, HOUR)) as self.blocks:
             # A lambda, since Gradio copies a bound method's object, weights included, with every page that it sends.
-            self.owner = gr.State(None, time_to_live=HOUR, delete_callback=lambda owner: self._forget(owner))
+            self.owner = gr.State(None, time_to_live=HOUR, delete_callback=lambda owner: self.visits.leave(owner))
             gr.HTML(page.introduction(about, link), elem_id="head")
             with gr.Row(elem_id="body"):
                 with gr.Column(min_width=320):
-                    self._build_video(answerer)
+                    self._build_video()
                 with gr.Column(min_width=320):
                     self._build_chat()
             self.visits = Visits(answerer.clips)
             self._connect()
 
-    def _build_video(self, answerer: Answerer) -> None:
+    def _build_video(self) -> None:
         with gr.Tabs(selected="video", elem_id="views") as self.views:
             with gr.Tab("Video", id="video"):
                 self.video = gr.Video(elem_id="clip", show_label=False, sources=["upload"], buttons=[])
@@ -81,14 +73,12 @@ class Page:
                 self.overlay = gr.Video(elem_id="seen", show_label=False, interactive=False, buttons=[])
         self.try_sample = gr.Button("Use the sample clip", size="sm", elem_id="sample")
         self.timeline = gr.HTML(elem_id="tokens", apply_default_css=False)
-        first, *others = answerer.assistants
-        ratio = answerer.assistants[first].pruning_ratio
-        self.percent = gr.Slider(
-            0, 100, round(100 * ratio), step=5, label="Video tokens to drop, in %", buttons=[], elem_id="drop"
-        )
-        threshold = answerer.assistants[first].model.config.keep_rule().threshold or 0
+        first, *others = assistants = self.answerer.assistants
+        percent, threshold = 100 * assistants[first].pruning_ratio, assistants[first].model.config.keep_rule().threshold
+        words = "Video tokens to drop, in %"
+        self.percent = gr.Slider(0, 100, round(percent), step=5, label=words, buttons=[], elem_id="drop")
         words = "Or keep blocks that score at least (0: by the share above)"
-        self.threshold = gr.Slider(0, 1, threshold, step=0.005, label=words, buttons=[], elem_id="threshold")
+        self.threshold = gr.Slider(0, 1, threshold or 0, step=0.005, label=words, buttons=[], elem_id="threshold")
         choices = [(SELECTORS[name].label, name) for name in (first, *others)]
         self.selector = gr.Radio(choices, value=first, label="Selection method", visible=bool(others))
 
@@ -274,7 +264,6 @@ class Page:
         return gr.Button(visible=False)
 
     def draw(self, request: gr.Request) -> Iterator[Changes]:
-        """Shows the video with its dropped blocks dimmed."""
         visit = self.visits.find(str(request.session_hash))
         if visit is None or visit.video is None or visit.seen is None:
             return
@@ -306,10 +295,6 @@ class Page:
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and time.time() - path.stat().st_mtime > BROKEN_OFF:
                     path.unlink()
-
-    def _forget(self, owner: str | None) -> None:
-        if owner is not None:
-            self.visits.leave(owner)
 
 
 def rule_of(percent: float, threshold: float) -> KeepRule:

@@ -82,10 +82,10 @@ class HeldClips:
             while len(self._clips) > self.most:
                 del self._clips[next(iter(self._clips))]
 
-    def let_go(self, owner: str | None = None) -> None:
-        """Forgets the clips of an owner, or all."""
+    def let_go(self, owner: str) -> None:
+        """Forgets the clips of an owner."""
         with self._lock:
-            self._clips = {key: clip for key, clip in self._clips.items() if owner not in (None, key[0])}
+            self._clips = {key: clip for key, clip in self._clips.items() if key[0] != owner}
 
 
 def check_video(path: str | Path, limits: Limits) -> None:
