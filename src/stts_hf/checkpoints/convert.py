@@ -172,7 +172,6 @@ def check_destination(destination: Path, overwrite: bool, apart_from: Mapping[st
 
 
 def check_options(source: Path, revision: str | None, dtype: str | None, max_shard_size: int | str, seed: int) -> None:
-    """Raises `ValueError` for options of `convert_checkpoint` out of range."""
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}, but must be one of {', '.join(DTYPES)}.")
     if not 0 <= seed < 2**64:

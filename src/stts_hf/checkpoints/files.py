@@ -17,20 +17,10 @@ from stts_hf.wording import listed
 INSTALLED_CODE = Path(__file__).resolve().parents[1] / "modeling"
 # The files that decide what a checkpoint answers, beside weights and code.
 SETTING_FILES = {
-    "config.json",
-    "generation_config.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "adapter_config.json",
-    "tokenizer_config.json",
-    "tokenizer.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.json",
-    "chat_template.jinja",
+    *("config.json", "generation_config.json", "adapter_config.json"),
+    *("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json"),
+    *("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "merges.txt", "chat_template.json", "chat_template.jinja"),
 }
 WEIGHTS = r"[^/]+\.safetensors(\.index\.json)?"
 # The other files of a checkpoint, by their path in its folder. Whatever else lies there is the user's.

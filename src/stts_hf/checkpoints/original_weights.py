@@ -25,21 +25,9 @@ SHARDED_FOLDER = "model_and_optim"
 METADATA_FILE = ".metadata"
 _Chunk = tuple[Sequence[int] | None, dict]  # its offsets in the tensor, None for the beginning, and its storage
 _RECORD_NAMES = (
-    "Metadata",
-    "MetadataIndex",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "TensorProperties",
-    "StorageMeta",
-    "_StorageInfo",
-    "_MEM_FORMAT_ENCODING",
-    "MEM_FORMAT_ENCODING",
-    "_get_layout",
-    "PosixPath",
-    "PurePosixPath",
-    "WindowsPath",
-    "PureWindowsPath",
+    *("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
+    *("TensorProperties", "StorageMeta", "_StorageInfo", "_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING", "_get_layout"),
+    *("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"),
 )
 
 # Original names become those of released checkpoints by these rules, applied one after another.

@@ -57,8 +57,6 @@ def push_checkpoint(
     and missing metadata is filled in.
 
     Args:
-        folder: a checkpoint, as `save_pretrained` or `convert_checkpoint` writes it.
-        repo_id: the model repository.
         private: create the repository as private.
         revision: branch, made from `main` if it is new.
         message: of the commit.

@@ -39,8 +39,7 @@ def load_processor(folder: Path, family: Family) -> Any:
     names = inspect.signature(family.processor.__init__).parameters
     settings: dict[str, Any] = {name: value for name, value in vars(processor).items() if name in names}
     for name in ("image_processor", "video_processor"):
-        part = getattr(family, name)
-        settings[name] = part(**_known(getattr(processor, name).to_dict(), part))
+        settings[name] = _built_again(getattr(processor, name), getattr(family, name))
     return family.processor(**settings)
 
 
@@ -97,28 +96,23 @@ def generation_config_of(
 
 
 def _set_frames(processor: Any, family: Family, config: Any, video: Mapping[str, Any]) -> None:
-    vision = config.vision_config
-    size = dict(zip(("height", "width"), vision.image_size, strict=True))
-    changes: dict[str, Any] = {"patch_size": vision.patch_size, "size": size, "pooling_size": list(vision.pooling_size)}
-    if video.get("max_frames"):
-        changes["num_frames"] = video["max_frames"]
+    needed, ratio = family.settings(config.vision_config), config.vision_config.pruning_ratio
     max_fps = video.get("max_fps")
     if isinstance(max_fps, list):  # one is drawn at random for each video in training
         max_fps = max(max_fps, default=None)
-    if max_fps:
-        changes["max_fps"] = max_fps
-    if vision.pruning_ratio < 1:
-        changes["pruning_ratio"] = vision.pruning_ratio
-    settings = _known(processor.video_processor.to_dict(), family.video_processor)
-    processor.video_processor = family.video_processor(**{**settings, **changes})
-    image = _known(processor.image_processor.to_dict(), family.image_processor)
-    processor.image_processor = family.image_processor(**{**image, "patch_size": vision.patch_size, "size": size})
+    limits = {"num_frames": video.get("max_frames"), "max_fps": max_fps}
+    needed["video_processor"] |= {name: value for name, value in limits.items() if value}
+    needed["video_processor"] |= {"pruning_ratio": ratio} if ratio < 1 else {}
+    for name, changes in needed.items():
+        setattr(processor, name, _built_again(getattr(processor, name), getattr(family, name), **changes))
     if video.get("use_frame_special_tokens") is not None:
         processor.use_frame_special_tokens = video["use_frame_special_tokens"]
 
 
-def _known(settings: Mapping[str, Any], processor: Any) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name in processor.valid_kwargs.__annotations__}
+def _built_again(processor: Any, kind: Any, **changes: Any) -> Any:
+    """An image or video processor of this class, with those of its settings that the class knows, and changes."""
+    known = kind.valid_kwargs.__annotations__
+    return kind(**{name: value for name, value in processor.to_dict().items() if name in known} | changes)
 
 
 def drop_unknown_fields(config: PruningConfig) -> Any:

@@ -29,11 +29,6 @@ class StoredTensor:
     dtype: torch.dtype | str
     read: Callable[[], torch.Tensor]
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
 
 def in_memory(tensor: torch.Tensor) -> StoredTensor:
     """The same of a tensor in memory or mapped into it; reading copies it."""
@@ -49,7 +44,7 @@ def main_dtype(tensors: Mapping[str, StoredTensor]) -> torch.dtype:
                 f"`{name}` is {str(tensor.dtype).removeprefix('torch.')}, but weights must be float32, bfloat16 or "
                 "float16: convert a checkpoint that is not quantised."
             )
-        counts[tensor.dtype] += tensor.size
+        counts[tensor.dtype] += math.prod(tensor.shape)
     if not counts:
         raise ValueError("the checkpoint's files hold no tensors: copy them again.")
     return counts.most_common(1)[0][0]

@@ -29,7 +29,6 @@ def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> 
 
 
 def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of decoding processes."""
     parser.add_argument(
         "--workers",
         type=natural,
@@ -46,10 +45,7 @@ def add_decoding_options(parser: argparse.ArgumentParser) -> None:
 
 
 def workers_of(arguments: argparse.Namespace) -> int:
-    """Returns the number of decoding processes."""
-    if arguments.workers is not None:
-        return arguments.workers
-    return min(MOST_WORKERS, os.cpu_count() or 1)
+    return min(MOST_WORKERS, os.cpu_count() or 1) if arguments.workers is None else arguments.workers
 
 
 def settings_of(arguments: argparse.Namespace, predictor: "Predictor") -> dict[str, Any]:

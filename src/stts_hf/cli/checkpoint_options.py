@@ -72,7 +72,6 @@ def predictor_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_weights(arguments: argparse.Namespace, predictor: "Predictor") -> Any:
-    """Returns the model."""
     with refused("--"), stage(f"Loading {arguments.checkpoint}"):
         model = predictor.model
     use_one_thread(model)

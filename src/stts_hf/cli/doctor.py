@@ -3,7 +3,7 @@
 import argparse
 import os
 
-from stts_hf.cli.errors import CommandError, refused
+from stts_hf.cli.errors import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,8 +17,7 @@ def execute(arguments: argparse.Namespace) -> int:
         raise CommandError(f"FOLDER {arguments.folder} is not a folder; name a checkpoint's folder")
     from stts_hf.checkpoints.doctor import examine
 
-    with refused():
-        findings = examine(arguments.folder)
+    findings = examine(arguments.folder)
     for name, found in findings.items():
         if not found:
             print(f"ok       {name}")

@@ -93,7 +93,6 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def print_table(summary: Mapping[str, Any]) -> None:
-    """Prints a line for each type and group, and one for all."""
     lines = {"all": summary["all"]}
     for kind in ("group", "type"):
         lines = {f"{kind} {name}": sums for name, sums in summary[f"{kind}s"].items()} | lines

@@ -57,9 +57,8 @@ def execute(arguments: argparse.Namespace) -> int:
     print("", *sentences(found), sep="\n")
     for command in commands(found, video, arguments.checkpoint, processing(arguments)):
         print(f"  {command}")
-    names = Path(video).name, shown_name(arguments.checkpoint)
-    facts = dict(zip(("video", "checkpoint"), names, strict=True))
-    facts["cost"] = f"{found.cost:.1f} answers with nothing dropped"
+    names = name, checkpoint = Path(video).name, shown_name(arguments.checkpoint)
+    facts = {"video": name, "checkpoint": checkpoint, "cost": f"{found.cost:.1f} answers with nothing dropped"}
     with refused(f"--output {arguments.output} cannot be written: ", OSError), atomic_file(arguments.output) as new:
         write_explanation(new, frames, found, commands(found, *names, processing(arguments)), facts)
     print_lines(page=str(arguments.output))

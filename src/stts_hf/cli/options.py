@@ -14,7 +14,6 @@ from stts_hf.wording import share
 
 
 def _number(kind: Callable[[str], Any], accepts: Callable[[Any], bool], needs: str) -> Callable[[str], Any]:
-    """Returns a `type` of `add_argument`."""
 
     def number(text: str) -> Any:
         if not accepts(kind(text)):  # NaN fails too

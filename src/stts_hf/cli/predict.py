@@ -63,7 +63,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the videos, and the options of data sets."""
     parser.add_argument(
         "inputs",
         metavar="INPUT",
@@ -195,7 +194,6 @@ def check_same(rows: Sequence[Row], records: Mapping[str, Row], output: Path) ->
 
 
 def summarize(records: Sequence[Row]) -> dict[str, Any]:
-    """Sums over the records of all rows."""
     answered = [record for record in records if record["error"] is None]
     sums = {name: sum(record[name] for record in answered) for name in NUMBERS if name != "prompt_tokens"}
     return {"rows": len(records), "answered": len(answered), "errors": len(records) - len(answered), **sums}

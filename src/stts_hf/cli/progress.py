@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 
 def print_lines(**lines: str) -> None:
-    """Prints labels and values on stdout."""
     for label, value in lines.items():
         print(f"{label.replace('_', ' ') + ':':<14}{value}", flush=True)
 

@@ -110,7 +110,6 @@ def generate(
 
 
 def print_answer(answer: "Answer") -> None:
-    """Prints question, answer and counts on stdout."""
     print_lines(question=answer.question)
     if answer.damaged_frames:
         print_lines(damaged=f"{answer.damaged_frames} frames; the whole frame before each is shown instead, once")

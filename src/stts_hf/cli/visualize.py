@@ -102,14 +102,12 @@ def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -
 
     is_trained, untrained = is_scorer_trained(model), SELECTORS.of_kind(False)
     without = f"checkpoint {checkpoint} has no trained scorer"
-    if asked is not None:
-        learned = [name for name in asked if SELECTORS[name].is_learned]
-        if learned and not is_trained:
-            raise CommandError(f"--selectors {learned[0]}: {without}; leave it out, or train it first (stts-hf train)")
-        return list(dict.fromkeys(asked))
-    if not is_trained:
+    learned = [name for name in asked or () if SELECTORS[name].is_learned]
+    if learned and not is_trained:
+        raise CommandError(f"--selectors {learned[0]}: {without}; leave it out, or train it first (stts-hf train)")
+    if asked is None and not is_trained:
         note(f"The {without}: showing {' and '.join(untrained)} only")
-    return list(SELECTORS) if is_trained else untrained
+    return list(dict.fromkeys(asked or (SELECTORS if is_trained else untrained)))
 
 
 def write_files(
@@ -155,7 +153,6 @@ def write_files(
 def print_findings(
     answers: Mapping[str, "Answer"], times: Mapping[str, "Cost"], output: Path, num_parameters: int
 ) -> None:
-    """Prints answers, counts, times, and the page's path."""
     first = next(iter(answers.values()))
     print_lines(question=first.question)
     for name, answer in answers.items():

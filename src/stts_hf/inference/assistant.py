@@ -96,8 +96,7 @@ class VideoAssistant:
     that cannot be read, and an option that is unknown or out of range.
 
     Attributes:
-        model: an STTS model of any backbone, or one wrapped by PEFT.
-        processor: its processor.
+        model, processor: an STTS model of any backbone, or one wrapped by PEFT, and its processor.
     """
 
     def __init__(self, model: Any, processor: Processor):

@@ -111,9 +111,8 @@ class Clip:
     Threads that ask one clip wait for each other; threads that ask different clips do not.
 
     Args:
-        model: an STTS model of any backbone, or one wrapped by PEFT. A clip stays as it was read when its settings or
-            weights change.
-        processor: its processor.
+        model, processor: an STTS model of any backbone, or one wrapped by PEFT, and its processor. A clip stays as it
+            was read when settings or weights change.
         video: as the processor takes it.
         processing: options of the processor's call, such as `{"num_frames": 32, "test_time_scaling": True}`.
         keep: `pruning_ratio`, or `score_threshold` and the like, as in `answer_requests`; the model's by default.

@@ -53,16 +53,14 @@ def answer_videos(
     batch_size: int = 1,
     **options: Any,
 ) -> Generator[Answer, None, None]:
-    """Answers a question about each video; a thread decodes the next ones meanwhile.
+    """
+    Answers a question about each video, in their order, each as soon as its batch is answered; a thread decodes ahead.
 
         for answer in answer_videos(model, processor, paths, "What happens?", max_new_tokens=64, on_error="return"):
             print(answer.video, answer.answer or answer.error)
 
-    Answers come in the order of the videos, each as soon as its batch is answered.
-
     Args:
-        model: an STTS model of any backbone, or one wrapped by PEFT.
-        processor: its processor.
+        model, processor: an STTS model of any backbone, or one wrapped by PEFT, and its processor.
         videos: paths, URLs, the bytes of files, or arrays of frames, as the processor takes them; need not end.
         question: one for all videos, or one for each.
         on_error: "raise" ends with the error at a video that cannot be read, or that does not fit into memory alone;

@@ -190,7 +190,6 @@ def copy_layer(layer: Any) -> Any:
 
 
 def tensors_of(layer: Any) -> list[torch.Tensor]:
-    """The tensors of a cache's layer."""
     if is_recurrent(layer):
         return [*layer.conv_states.values(), *layer.recurrent_states.values()]
     return [layer.keys, layer.values]

@@ -63,7 +63,6 @@ class Predictor:
 
     @functools.cached_property
     def model(self) -> Any:
-        """The model, loaded on first use."""
         return load_model(*self._place, **self._weights)
 
     def predict(self, rows: Iterable[Row]) -> Generator[dict[str, Any], None, None]:
