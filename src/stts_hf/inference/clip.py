@@ -1,9 +1,4 @@
-"""
-A video that the model reads once, for any number of questions.
-
-Pruning does not depend on the text, and chat templates put the video first. So encoding the video and the language
-model's pass over it are the same for every question, and the cache after them is kept.
-"""
+"""A video that the model reads once: the cache of a prompt's head (`engine.py`) serves any number of questions."""
 
 import contextlib
 import dataclasses

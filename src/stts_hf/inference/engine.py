@@ -145,9 +145,6 @@ def answer_requests(
         A request's index and its answer. Its `error` is what kept a video or image from being read: `ProcessDied` if
         that ended its process, `MemoryError` if the machine or the device has too little memory for it alone. What
         else the model raises comes through and ends the iteration.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind or out of range.
     """
     check_vision_config(model.config.vision_config)
     rule = take_rule(model.config, generate_options)

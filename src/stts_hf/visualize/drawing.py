@@ -1,5 +1,7 @@
 """Shapes over a textured background: what drawn clips consist of. Places and sizes are shares of the frame's side."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 COLOURS = {
@@ -20,6 +22,16 @@ LETTERS = {
     "T": (31, 4, 4, 4, 4, 4, 4),
     "X": (17, 17, 10, 4, 10, 17, 17),
     "Z": (31, 1, 2, 4, 8, 16, 31),
+}
+# Signed distance of each point to the border of a shape of radius 1, below 0 inside; x to the right, y down.
+_DISTANCES: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "circle": lambda x, y: np.hypot(x, y) - 1,
+    "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.72) - 0.28,
+    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - 0.88,
+    "diamond": lambda x, y: (np.abs(x) + np.abs(y) - 1) / np.sqrt(2),
+    "bar": lambda x, y: np.maximum(np.abs(x) - 1, np.abs(y) - 0.55),
+    "triangle": lambda x, y: np.maximum(y - 0.75, (2 * np.abs(x) - y - 0.95) / np.sqrt(5)),
+    "cross": lambda x, y: np.maximum(np.maximum(np.abs(x), np.abs(y)) - 1, np.minimum(np.abs(x), np.abs(y)) - 0.3),
 }
 
 
@@ -49,7 +61,8 @@ def draw_shape(
     cols = pixel_range(x - (pixels + 1) / width, 2 * (pixels + 1) / width, width)
     down = (np.arange(rows.start, rows.stop) + 0.5 - y * height)[:, None] / pixels
     right = (np.arange(cols.start, cols.stop) + 0.5 - x * width)[None, :] / pixels
-    inside = (0.5 - _distance(shape, right, down) * pixels).clip(0, 1)[..., None]
+    distance = _DISTANCES[shape](right, down) if shape in _DISTANCES else _letter(shape, right, down)
+    inside = (0.5 - distance * pixels).clip(0, 1)[..., None]
     frame[rows, cols] += inside * (np.array(colour, np.float32) - frame[rows, cols])
 
 
@@ -59,24 +72,9 @@ def pixel_range(start: float, length: float, size: int) -> slice:
     return slice(first, min(max(int(np.ceil((start + length) * size)), first), size))
 
 
-def _distance(shape: str, right: np.ndarray, down: np.ndarray) -> np.ndarray:
-    """Signed distance of each point to the border of a shape of radius 1, below 0 inside."""
-    if shape == "circle":
-        return np.hypot(right, down) - 1
-    if shape == "ring":
-        return np.abs(np.hypot(right, down) - 0.72) - 0.28
-    if shape == "square":
-        return np.maximum(np.abs(right), np.abs(down)) - 0.88
-    if shape == "diamond":
-        return (np.abs(right) + np.abs(down) - 1) / np.sqrt(2)
-    if shape == "bar":
-        return np.maximum(np.abs(right) - 1, np.abs(down) - 0.55)
-    if shape == "triangle":
-        return np.maximum(down - 0.75, (2 * np.abs(right) - down - 0.95) / np.sqrt(5))
-    if shape == "cross":
-        long, short = np.maximum(np.abs(right), np.abs(down)), np.minimum(np.abs(right), np.abs(down))
-        return np.maximum(long - 1, short - 0.3)
-    cells = np.array([[row >> bit & 1 for bit in range(4, -1, -1)] for row in LETTERS[shape]], bool)
+def _letter(letter: str, right: np.ndarray, down: np.ndarray) -> np.ndarray:
+    """-1 in the letter's cells, 1 outside of them."""
+    cells = np.array([[row >> bit & 1 for bit in range(4, -1, -1)] for row in LETTERS[letter]], bool)
     row, col = np.floor((down + 1) * 3.5).astype(int), np.floor((right + 0.72) * 5 / 1.44).astype(int)
     within = (row >= 0) & (row < 7) & (col >= 0) & (col < 5)
     return np.where(within & cells[row.clip(0, 6), col.clip(0, 4)], -1.0, 1.0)
