@@ -23,7 +23,7 @@ from .checks import check_generation_config, check_processor, check_vocabulary, 
 from .families import OWN, STOCK, family_of_checkpoint
 from .files import Finding, check_folder, decides, raise_findings, read_json, usable
 from .original_weights import is_original, open_original
-from .settings import config_of_hugging_face, config_of_original, generation_config_of, load_processor, override
+from .settings import clean_processor, config_of_hugging_face, config_of_original, generation_config_of, override
 from .tensors import StoredTensor, in_memory, main_dtype, open_safetensors, write_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -121,7 +121,7 @@ def read_source(folder: Path, base: Path, overrides: Mapping[str, Any]) -> tuple
     """Returns config, processor and the model's tensors; the scorer's may be missing. Raises `ValueError`."""
     original = is_original(folder)
     family = OWN[STTSConfig.model_type] if original else family_of_checkpoint(folder)
-    processor = load_processor(base, family)
+    processor = clean_processor(base, family)
     config = (config_of_original if original else config_of_hugging_face)(folder, family, processor)
     override(config, processor, overrides)
     unusable = check_generation_config(read_json(base / "generation_config.json"), config)

@@ -14,7 +14,7 @@ from .atomic_folder import stale_weights
 from .checks import check_generation_config, check_processor, check_vocabulary, compare_weights
 from .families import own_family
 from .files import INSTALLED_CODE, Finding, check_links, check_texts, read_json, read_section, reason_of, usable
-from .loading import processor_of
+from .loading import load_processor
 from .tensors import open_safetensors, weight_files
 
 SAVE_AGAIN = "load it with the stts_hf package and save it again, or run stts-hf convert on it"
@@ -101,7 +101,7 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
             return
     config = _read_config(folder)
     family = own_family(folder)
-    processor = processor_of(folder, family)
+    processor = load_processor(folder, family=family)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     yield from check_vocabulary(vocabulary, config, family)
     yield from check_processor(processor, config, family)

@@ -119,30 +119,25 @@ def load_config_and_processor(
         raise_findings("it does not describe a model", check_sizes(config))
         if selector is not None:
             config.vision_config.selector = selector
-    return config, processor_of(checkpoint, family, revision, config)
+    return config, load_processor(checkpoint, revision=revision, config=config, family=family)
 
 
-def load_processor(checkpoint: str | Path, *, revision: str | None = None, config: Any = None) -> Any:
+def load_processor(
+    checkpoint: str | Path, *, revision: str | None = None, config: Any = None, family: "Family | None" = None
+) -> Any:
     """
     Returns the processor, by no code of the checkpoint. Raises `ValueError` where it cannot be loaded or used, or does
-    not fit the model's `config`.
+    not fit the model's `config`. family: of a checkpoint whose folder was checked.
     """
-    from .families import family_of
-
-    family = family_of(_model_type_of(checkpoint, revision), f"checkpoint {checkpoint}")
-    return processor_of(checkpoint, family, revision, config)
-
-
-def processor_of(checkpoint: str | Path, family: "Family", revision: str | None = None, config: Any = None) -> Any:
-    """Returns the processor of a checkpoint whose folder was checked; raises `ValueError` as `load_processor`."""
     from stts_hf.auto_classes import register_auto_classes
     from stts_hf.data.encoding import empty_video
     from stts_hf.video.processors import check_frames
 
     from .checks import check_chat_template, check_processor, check_vocabulary
-    from .families import OWN
+    from .families import OWN, family_of
 
     register_auto_classes()
+    family = family or family_of(_model_type_of(checkpoint, revision), f"checkpoint {checkpoint}")
     parts = "config.json, tokenizer, processor or chat template"
     with usable(f"checkpoint {checkpoint} cannot be loaded: its {parts}", _remedy(checkpoint)):
         try:  # refused, or transformers asks whether to run foreign code

@@ -12,11 +12,11 @@ from stts_hf.modeling.settings_stts import PruningConfig
 
 from .families import Family
 from .files import read_json, usable
-from .loading import processor_of
+from .loading import load_processor
 from .original import convert_original_config, load_original_config
 
 
-def load_processor(folder: Path, family: Family) -> Any:
+def clean_processor(folder: Path, family: Family) -> Any:
     """Returns the processor of a stock or STTS folder, without running code of its own. Raises `ValueError`."""
     stock = family.config.family
     has_settings = any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))
@@ -32,7 +32,7 @@ def load_processor(folder: Path, family: Family) -> Any:
                 f"`processor_class` in {path} is {made_for!r}, but the model is a {stock} one, whose processor is a "
                 f"{family.processor.__name__}: pass --base with a {stock} folder or repository."
             )
-    processor = processor_of(folder, family)
+    processor = load_processor(folder, family=family)
     # Built again from known settings alone: a source's others, its `auto_map` above all, would be saved again.
     for name in ("auto_map", "is_local", "local_files_only"):
         processor.tokenizer.init_kwargs.pop(name, None)
