@@ -48,9 +48,8 @@ class Finding:
 
 def raise_findings(subject: str, findings: Iterable[Finding]) -> None:
     """Raises one `ValueError` that names every finding, or nothing."""
-    listed = list(findings)
-    if listed:
-        raise ValueError(f"{subject}: {'; '.join(map(str, listed))}.")
+    if found := [*map(str, findings)]:
+        raise ValueError(f"{subject}: {'; '.join(found)}.")
 
 
 @contextlib.contextmanager

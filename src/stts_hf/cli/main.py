@@ -31,9 +31,7 @@ COMMANDS = {
 # Remedies for a lack of memory.
 _SMALLER = "fewer --num-frames, a higher --pruning-ratio or --dtype bfloat16"
 LESS_MEMORY = {
-    "run": _SMALLER,
-    "explain": _SMALLER,
-    "visualize": _SMALLER,
+    **dict.fromkeys(("run", "explain", "visualize"), _SMALLER),
     "predict": f"a smaller --batch-size, {_SMALLER}",
     "calibrate": "fewer --num-frames or --dtype bfloat16",
     "eval": f"a smaller --batch-size, {_SMALLER}",
