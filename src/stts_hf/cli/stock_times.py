@@ -88,12 +88,12 @@ def print_times(costs: Mapping[str, Cost], num_parameters: int) -> None:
             less = "" if cost is stock else saved(stock.flops[column], flops)
             cells += f"{gigaflop(flops) + (f' ({less})' if less else ''):>28}"
         print(f"{name:<22}{cells}")
-    print(f"\n{'median, ms (spread)':<22}" + "".join(f"{column:>36}" for column in COLUMNS))
+    print(f"\n{'median, ms (spread)':<22}" + "".join(f"{column:>40}" for column in COLUMNS))
     for name, cost in costs.items():
         cells = ""
         for column, rounds in cost.rounds.items():
             beside = "" if cost is stock else f" {speed(stock.rounds[column], rounds)}"
-            cells += f"{spread(rounds) + beside:>36}"
+            cells += f"{spread(rounds) + beside:>40}"
         print(f"{name:<22}{cells}")
     if num_parameters < SMALL:
         note("The model is too small for its times to count: they are mostly overhead. FLOPs and cache show the gain.")
