@@ -8,7 +8,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard, ModelCardData
 
-from .families import OWN, own_family
+from .families import OWN, Family, own_family
 from .files import read_json
 
 CARD = "README.md"
@@ -58,9 +58,7 @@ def model_card(
     """
     folder = Path(folder)
     config, adapter = (read_json(folder / file) for file in ("config.json", "adapter_config.json"))
-    named = (adapter.get("auto_mapping") or {}).get("base_model_class")  # none where the adapter has a `task_type`
-    of_adapter = next((one for one in OWN.values() if one.model.__name__ == named), None)
-    family, method = of_adapter if adapter else own_family(folder), "DoRA" if adapter.get("use_dora") else "LoRA"
+    family, method = _family_of(folder, adapter), "DoRA" if adapter.get("use_dora") else "LoRA"
     own_tags = family.tags if family else ["stts", "video", "token-pruning"]
     own_tags = [*(tag for tag in own_tags if tag != "custom_code"), method.lower()] if adapter else own_tags
     data = ModelCardData(
@@ -98,6 +96,13 @@ def model_card(
 def write_model_card(folder: str | Path, **details: Any) -> None:
     """Writes `README.md` into a checkpoint's or an adapter's folder. details: arguments of `model_card`."""
     model_card(folder, **details).save(Path(folder) / CARD)
+
+
+def _family_of(folder: Path, adapter: Mapping[str, Any]) -> Family | None:
+    if not adapter:
+        return own_family(folder)
+    named = (adapter.get("auto_mapping") or {}).get("base_model_class")  # none where the adapter has a `task_type`
+    return next((one for one in OWN.values() if one.model.__name__ == named), None)
 
 
 def checkpoint_card(folder: str | Path, *, repo_id: str) -> ModelCard:
