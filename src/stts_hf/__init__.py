@@ -7,7 +7,6 @@ every backbone: from then on checkpoints load without `trust_remote_code`, and b
 `import stts_hf` alone registers nothing.
 """
 
-import functools as _functools
 import importlib as _importlib
 import typing as _typing
 
@@ -81,39 +80,68 @@ if _typing.TYPE_CHECKING:
     from stts_hf.training.trainer import STTSTrainer as STTSTrainer
     from stts_hf.visualize.contact_sheet import contact_sheet as contact_sheet
 
+_NAMES = {
+    "auto_classes": ("register_auto_classes",),
+    "checkpoints.convert": ("convert_checkpoint",),
+    "checkpoints.push": ("push_checkpoint",),
+    "data.collator": ("STTSDataCollator",),
+    "data.encoding": ("align_labels",),
+    "data.loading": ("load_rows",),
+    "data.prefetch": ("prefetch",),
+    "data.preparing": ("prepare_rows",),
+    "data.sample_packing": ("PackedDataset",),
+    "data.rows": ("RowError",),
+    "inference.requests": ("Answer",),
+    "inference.engine": ("answer_videos",),
+    "inference.assistant": ("VideoAssistant", "load"),
+    "inference.clip": ("Clip", "Dialogue"),
+    "modeling.configuration_stts": ("STTSConfig", "STTSVisionConfig"),
+    "modeling.configuration_stts_qwen2_5_vl": ("STTSQwen2_5_VLConfig", "STTSQwen2_5_VLVisionConfig"),
+    "modeling.configuration_stts_qwen3_5": ("STTSQwen3_5Config", "STTSQwen3_5VisionConfig"),
+    "modeling.configuration_stts_qwen3_5_moe": ("STTSQwen3_5MoeConfig",),
+    "modeling.configuration_stts_qwen3_vl": ("STTSQwen3VLConfig", "STTSQwen3VLVisionConfig"),
+    "modeling.configuration_stts_qwen3_vl_moe": ("STTSQwen3VLMoeConfig",),
+    "modeling.configuration_stts_smolvlm": ("STTSSmolVLMConfig", "STTSSmolVLMVisionConfig"),
+    "modeling.modeling_stts": ("STTSForConditionalGeneration", "STTSModel"),
+    "modeling.modeling_stts_qwen2_5_vl": ("STTSQwen2_5_VLForConditionalGeneration", "STTSQwen2_5_VLModel"),
+    "modeling.modeling_stts_qwen3_5": ("STTSQwen3_5ForConditionalGeneration", "STTSQwen3_5Model"),
+    "modeling.modeling_stts_qwen3_5_moe": ("STTSQwen3_5MoeForConditionalGeneration", "STTSQwen3_5MoeModel"),
+    "modeling.modeling_stts_qwen3_vl": ("STTSQwen3VLForConditionalGeneration", "STTSQwen3VLModel"),
+    "modeling.modeling_stts_qwen3_vl_moe": ("STTSQwen3VLMoeForConditionalGeneration", "STTSQwen3VLMoeModel"),
+    "modeling.modeling_stts_smolvlm": ("STTSSmolVLMForConditionalGeneration", "STTSSmolVLMModel"),
+    "modeling.processing_stts": ("STTSProcessor",),
+    "modeling.processing_stts_smolvlm": ("STTSSmolVLMProcessor",),
+    "modeling.video_processing_stts": ("STTSVideoProcessor",),
+    "modeling.video_processing_stts_smolvlm": ("STTSSmolVLMVideoProcessor",),
+    "modeling.vision_stts": ("STTSVisionModel",),
+    "modeling.vision_stts_qwen2_5_vl": ("STTSQwen2_5_VLVisionModel",),
+    "modeling.vision_stts_qwen3_vl": ("STTSQwen3VLVisionModel",),
+    "modeling.vision_stts_smolvlm": ("STTSSmolVLMVisionModel",),
+    "training.arguments": ("STTSTrainingArguments",),
+    "training.sft": ("STTSSFTTrainer",),
+    "training.trainer": ("STTSTrainer",),
+    "visualize.contact_sheet": ("contact_sheet",),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 _EXTRAS = {"datasets": "train", "peft": "train", "pyarrow": "train", "trl": "trl"}
 
-__all__: list[str]  # read on first use, as all names
-
-
-@_functools.cache
-def _modules() -> dict[str, str]:
-    """The module of each public name, by the imports above, which type checkers alone run."""
-    import ast
-
-    with open(__file__, encoding="utf-8") as file:
-        blocks = [block for block in ast.parse(file.read()).body if isinstance(block, ast.If)]
-    imports = [line for block in blocks for line in block.body if isinstance(line, ast.ImportFrom)]
-    return {name.name: str(line.module) for line in imports for name in line.names}
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> object:
-    modules = _modules()
-    if name == "__all__":
-        return list(modules)
     if name == "VideoAnswer":
         import warnings
 
         warnings.warn("stts_hf.VideoAnswer is now stts_hf.Answer.", DeprecationWarning, stacklevel=2)
         name = "Answer"
-    if name not in modules:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _importlib.import_module(f"{__name__}.versions").check_versions()
-    if modules[name].startswith(f"{__name__}.modeling."):
+    if _MODULES[name].startswith("modeling."):
         _importlib.import_module(f"{__name__}.auto_classes").register_auto_classes()
     try:
-        return getattr(_importlib.import_module(modules[name]), name)
+        return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         missing: _typing.Any = error
         while missing.name is None and isinstance(missing.__cause__, ModuleNotFoundError):  # within transformers
@@ -126,4 +154,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*_modules(), "__version__"])
+    return sorted([*__all__, "__version__"])
