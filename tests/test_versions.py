@@ -106,6 +106,7 @@ def test_a_class_that_lacks_a_package_says_what_to_install(monkeypatch, package,
     monkeypatch.setattr("stts_hf.versions.check_versions", lambda extra="": None)
     for name in [name for name in sys.modules if name.startswith(("stts_hf.training", package))]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr(stts_hf, "training", raising=False)  # put back as `sys.modules` are
     monkeypatch.setitem(sys.modules, package, None)
     name = {"accelerate": "STTSTrainer", "trl": "STTSSFTTrainer"}[package]
     with pytest.raises(ImportError, match=rf"^stts_hf.{name} needs {package}, .*: pip install {re.escape(command)}.$"):
