@@ -43,7 +43,7 @@ def test_every_method_with_runs_is_run_once_with_each_seed_and_the_first_seed_fi
     assert len(runs) == len(set(runs)) == 5 * len(methods)
     assert {run.method for run in runs[: len(methods)]} == methods == {run.method for run in runs}
     assert [run.seed for run in runs] == sorted(run.seed for run in runs)
-    assert [run.method for run in runs[:3]] == ["none", "stts-answers", "cosine"]
+    assert [run.method for run in runs[:4]] == ["none", "stts-answers", "stts-answers-fixed", "cosine"]
 
 
 def test_further_layers_are_of_both_kinds_of_stts():
