@@ -138,7 +138,7 @@ def test_a_gpu_is_refused_for_molmo2_alone(monkeypatch):
 
 def test_cuda_graphs_are_refused(monkeypatch):
     on_gpu(monkeypatch)
-    with pytest.raises(ValueError, match="Add --enforce-eager"):
+    with pytest.raises(ValueError, match="cuda needs --enforce-eager"):
         ServingSettings.verify_and_update_config(server_config(model_config=SimpleNamespace(enforce_eager=False)))
 
 
