@@ -44,7 +44,7 @@ PAGES = [
 LEFT_OUT = {
     "needs an environment of its own": r"\.venv-|^\$EVAL|^EVAL=|^FRAMES=|HF_HOME=",
     "installs packages": r"\bpip install\b|^make |install\.sh",
-    "needs the Hub": r"allenai/|Qwen/|^hf |user/questions|/step6250|hub_configs/stts-(molmo2|qwen3-\w+)-(o-)?[\d.]+b",
+    "needs the Hub": r"allenai/|Qwen/|^hf |user/questions|/step6250|hub_configs/stts-\S+-[\d.]+[bm]",
     "needs a GPU": r"paper\.yaml|lora\.yaml|--preset (paper|qwen) |accelerate launch|scorer_(start|only)\.yaml",
     "needs several machines": r"--address|two_machines|#SBATCH",
     "serves until it is stopped, or asks such a server": r"stts-hf demo|vllm serve|tensorboard --|localhost:8000",

@@ -21,10 +21,12 @@ PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
 QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-30b-a3b", "stts-qwen3-vl-tiny"]
 QWEN3_5 = ["stts-qwen3-5-0.8b", "stts-qwen3-5-2b", "stts-qwen3-5-4b", "stts-qwen3-5-9b"]
+SMOLVLM2 = ["stts-smolvlm2-256m", "stts-smolvlm2-500m", "stts-smolvlm2-2.2b"]
 ALL = [
     *PRESETS,
     *QWEN3_VL,
     *QWEN3_5,
+    *SMOLVLM2,
     "stts-qwen2-5-vl-tiny",
     "stts-qwen3-vl-moe-tiny",
     "stts-qwen3-5-tiny",
@@ -91,6 +93,10 @@ def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset)
         ("stts-qwen3-5-2b", 8.2, 1.882e9),
         ("stts-qwen3-5-4b", 16.9, 4.206e9),
         ("stts-qwen3-5-9b", 35.1, 7.937e9),
+        # As released 256,484,928, 507,482,304 and 2,246,784,880.
+        ("stts-smolvlm2-256m", 1.0, 0.1346e9),
+        ("stts-smolvlm2-500m", 1.9, 0.3619e9),
+        ("stts-smolvlm2-2.2b", 8.4, 1.7116e9),
     ],
 )
 def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, preset, gibibytes, text):
@@ -100,9 +106,10 @@ def test_parameters_are_those_of_the_released_model_and_the_scorer(hub_configs, 
     counts = {name: parameter.numel() for name, parameter in model.named_parameters()}
     scorer = sum(count for name, count in counts.items() if ".scorer." in name)
     assert round(4 * (sum(counts.values()) - scorer) / 2**30, 1) == gibibytes
-    assert sum(p.numel() for p in model.model.language_model.parameters()) == pytest.approx(text, rel=0.002)
+    assert sum(p.numel() for p in model.get_decoder().parameters()) == pytest.approx(text, rel=0.002)
     # The pooler's four projections, then 2 D -> M -> M -> 1 (DESIGN item 2 and 3).
-    d, m = {12: (768, 3072), 24: (1024, 4096)}.get(getattr(model.config.vision_config, "depth", 0), (1152, 4304))
+    d = model.config.vision_config.hidden_size
+    m = {768: 3072, 1024: 4096, 1152: 4304}[d]
     assert scorer == 4 * (d**2 + d) + (2 * d * m + m) + (m**2 + m) + (m + 1)
 
 
@@ -170,7 +177,9 @@ def test_chat_template_refuses_two_user_turns_in_a_row(hub_configs):
         render(hub_configs / "stts-tiny", [user(text("a")), user(text("b"))])
 
 
-@pytest.mark.parametrize("presets", [PRESETS, QWEN3_VL, QWEN3_5], ids=["molmo2", "qwen3_vl", "qwen3_5"])
+@pytest.mark.parametrize(
+    "presets", [PRESETS, QWEN3_VL, QWEN3_5, SMOLVLM2], ids=["molmo2", "qwen3_vl", "qwen3_5", "smolvlm2"]
+)
 def test_all_presets_of_a_backbone_share_one_chat_template(hub_configs, presets):
     templates = [(hub_configs / preset / "chat_template.jinja").read_text() for preset in presets]
     # Of Qwen3.5, 0.8B and 2B think where they are asked to, 4B and 9B where they are not asked not to.
@@ -209,8 +218,8 @@ def test_chat_template_of_qwen3_vl(hub_configs, messages, expected):
 
 
 @pytest.mark.parametrize("part", [{"type": "audio", "audio": "a.wav"}, {"words": "Why?"}], ids=["audio", "unknown"])
-@pytest.mark.parametrize("preset", ["stts-qwen3-vl-4b", "stts-qwen3-5-4b"])
-def test_chat_template_of_qwen3_drops_nothing_silently(hub_configs, preset, part):
+@pytest.mark.parametrize("preset", ["stts-qwen3-vl-4b", "stts-qwen3-5-4b", "stts-smolvlm2-500m"])
+def test_chat_template_drops_nothing_silently(hub_configs, preset, part):
     with pytest.raises(TemplateError, match="must be a text, an image or a video, got"):
         render(hub_configs / preset, [user(part, text("Why?"))])
 
@@ -276,6 +285,33 @@ def test_chat_template_of_qwen3_5(hub_configs, size, messages, options, expected
 def test_chat_template_of_qwen3_5_refuses(hub_configs, messages, options, error):
     with pytest.raises(TemplateError, match=error):
         render(hub_configs / "stts-qwen3-5-4b", messages, **options)
+
+
+# Written by hand from the conversation format of the released SmolVLM2 models.
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("What?", " What?"),
+        ([VIDEO, text("What? ")], " <video>What? "),
+        ([{"type": "image"}, text("What?")], "<image>What?"),
+    ],
+    ids=["string", "video", "image"],
+)
+def test_chat_template_of_smolvlm2(hub_configs, content, expected):
+    messages = [{"role": "system", "content": "Hm."}, {"role": "user", "content": content}]
+    rendered = render(hub_configs / "stts-smolvlm2-500m", messages, add_generation_prompt=True)
+    assert rendered == f"<|im_start|>System: Hm.<end_of_utterance>\nUser:{expected}<end_of_utterance>\nAssistant:"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [({"role": "tool"}, "got tool"), ({"tools": [{"name": "f"}]}, "knows no tools")],
+    ids=["role", "tools"],
+)
+def test_chat_template_of_smolvlm2_refuses(hub_configs, options, error):
+    message = {"role": options.pop("role", "user"), "content": "a"}
+    with pytest.raises(TemplateError, match=error):
+        render(hub_configs / "stts-smolvlm2-500m", [message], **options)
 
 
 @pytest.mark.parametrize("preset", ALL)

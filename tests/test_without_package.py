@@ -4,6 +4,8 @@ import inspect
 import json
 
 import pytest
+import transformers
+from packaging.version import Version
 
 from stts_hf import STTSProcessor
 from tests.checkpoints import TINIES, TINY, digests
@@ -16,6 +18,8 @@ FROM_FILE = {
 }  # native processors read files with torchcodec alone
 PRESETS = ["molmo2-4b", "molmo2-8b", "molmo2-o-7b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"]
 PRESETS += ["qwen3-5-0.8b", "qwen3-5-9b"]
+# SmolVLM2 needs transformers 5.23.
+SMOLVLM2 = ["smolvlm2-256m", "smolvlm2-2.2b"] if Version(transformers.__version__) >= Version("5.23") else []
 
 
 def answer(folder, clip, auto_class, saved=None, **options):
@@ -70,7 +74,7 @@ def clip(tmp_path_factory):
 @pytest.mark.slow
 def test_remote_code_answers_saves_and_loads_as_the_package_does(hub_configs, clip, run_without_package, tmp_path):
     checkpoints = {name: (str(folder), FROM_FILE[name]) for name, folder in TINIES.items()}
-    presets = [str(hub_configs / f"stts-{preset}") for preset in PRESETS]
+    presets = [str(hub_configs / f"stts-{preset}") for preset in PRESETS + SMOLVLM2]
     arguments = json.dumps([checkpoints, presets, clip, str(tmp_path)])
     printed = run_without_package(inspect.getsource(answer) + REMOTELY, arguments)
     found, said, configs = json.loads(printed.splitlines()[-1])
@@ -89,4 +93,4 @@ def test_remote_code_answers_saves_and_loads_as_the_package_does(hub_configs, cl
     [prompt], [tokens] = tokens["prompt"], tokens["tokens"]
     assert said == STTSProcessor.from_pretrained(TINY).decode(tokens[len(prompt) :], skip_special_tokens=True)
     expected = ["STTSConfig"] * 3 + ["STTSQwen3VLConfig"] * 3 + ["STTSQwen3VLMoeConfig"]
-    assert configs == expected + ["STTSQwen3_5Config"] * 2
+    assert configs == expected + ["STTSQwen3_5Config"] * 2 + ["STTSSmolVLMConfig"] * len(SMOLVLM2)

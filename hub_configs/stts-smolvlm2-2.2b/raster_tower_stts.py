@@ -1,0 +1,1 @@
+../../modeling/raster_tower_stts.py

@@ -1,0 +1,1 @@
+../../modeling/video_processing_stts_smolvlm.py

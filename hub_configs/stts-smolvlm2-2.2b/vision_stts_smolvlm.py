@@ -1,0 +1,1 @@
+../../modeling/vision_stts_smolvlm.py

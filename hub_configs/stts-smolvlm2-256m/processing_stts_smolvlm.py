@@ -1,0 +1,1 @@
+../../modeling/processing_stts_smolvlm.py

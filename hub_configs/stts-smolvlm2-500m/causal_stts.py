@@ -1,0 +1,1 @@
+../../modeling/causal_stts.py

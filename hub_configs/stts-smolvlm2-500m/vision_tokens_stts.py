@@ -1,0 +1,1 @@
+../../modeling/vision_tokens_stts.py
