@@ -93,7 +93,7 @@ def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset)
         ("stts-qwen3-5-2b", 8.2, 1.882e9),
         ("stts-qwen3-5-4b", 16.9, 4.206e9),
         ("stts-qwen3-5-9b", 35.1, 7.937e9),
-        # As released 256,484,928, 507,482,304 and 2,246,784,880.
+        # 256,484,928 as in SmolVLM-256M; as released 507,482,304 and 2,246,784,880.
         ("stts-smolvlm2-256m", 1.0, 0.1346e9),
         ("stts-smolvlm2-500m", 1.9, 0.3619e9),
         ("stts-smolvlm2-2.2b", 8.4, 1.7116e9),
