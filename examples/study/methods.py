@@ -21,7 +21,8 @@ from .token_merging import MergingForConditionalGeneration
 UNPRUNED = "none"
 FROZEN = "scorer-answers"  # its runs are the frozen base, with a scorer fitted to answers
 FIXED = "stts-answers-fixed"  # trains with that scorer, which stays as it is
-TOLD_TOO = ("stts-answers", FIXED)  # whose trained weights are told what matters, as the frozen base is
+BY_ANSWERS = "stts-answers"  # trains with a scorer that learns on
+TOLD_TOO = (BY_ANSWERS, FIXED)  # whose trained weights are told what matters, as the frozen base is
 ON_FROZEN = "(frozen base)"
 
 
@@ -68,7 +69,7 @@ ANSWERS, RANDOM = SCORER | {"scorer_target": "answers", "score_bias": False}, {"
 ALL = ("scaling", "images", "motion")
 KNOWN = (
     Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("scaling", "images")),
-    Method(TOLD_TOO[0], "STTS by answers", ANSWERS, ("layers", *ALL)),
+    Method(BY_ANSWERS, "STTS by answers", ANSWERS, ("layers", *ALL)),
     Method(FIXED, "STTS by answers, scorer of the base", ANSWERS, ("motion",), keeps_scorer=True),
     Method("stts", "STTS", SCORER, ("layers", *ALL)),
     Method("stts-no-temporal", "STTS without temporal loss", SCORER | {"temporal_loss_weight": 0.0}, ("motion",)),

@@ -71,10 +71,12 @@ def check_on_hub(name: str, revision: str | None) -> None:
 
 def check_device(name: str) -> None:
     """Raises `ValueError` for a CUDA device on a machine that surely has none. Does not load PyTorch."""
+    if not name.startswith("cuda"):
+        return
     has_driver = sys.platform != "linux" or any(map(glob.glob, _OF_DRIVERS))
     with contextlib.suppress(OSError):
         has_driver = has_driver or bool(ctypes.CDLL("libcuda.so.1"))
-    if name.startswith("cuda") and ("+cpu" in version("torch") or not has_driver):
+    if "+cpu" in version("torch") or not has_driver:
         raise ValueError(_NO_GPU.format(name))
 
 
