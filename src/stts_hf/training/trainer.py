@@ -408,7 +408,8 @@ def row_keys(inputs: Mapping[str, Any], ids: Sequence[str] | None) -> list[str]:
     if ids is None or len(ids) != len(rows):
         raise ValueError(
             f"`scorer_target` 'answers' and `state_cache_gb` need row ids, but a batch of {len(rows)} rows has "
-            f"{'no' if ids is None else len(ids)} `sample_ids`. Use a collator with `return_ids=True`, and no packing."
+            f"{'no' if ids is None else len(ids)} `sample_ids`. Use a collator with "
+            "`return_ids=True` and no packing, or `scorer_target: change`."
         )
     mask = inputs.get("attention_mask")
     shown = [row if mask is None else row[mask[index].bool()] for index, row in enumerate(rows)]

@@ -213,7 +213,7 @@ def test_checkpoints_without_a_level_and_folders_without_videos_are_refused(run,
         in run("--keep", "0.4", "--scores", "other.jsonl", checkpoint="untrained")[2]
     )
     shutil.copytree(TINY, "answers")
-    config = json.loads(Path("answers/config.json").read_text()) | {"scorer_target": "answers"}
+    config = json.loads(Path("answers/config.json").read_text()) | {"worth_unit": None}
     Path("answers/config.json").write_text(json.dumps(config))
     assert "`worth_unit` = None" in run("--keep", "0.4", checkpoint="answers")[2]
     Path("linked").mkdir()

@@ -38,7 +38,7 @@ def clips(tmp_path_factory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def assistant() -> stts_hf.VideoAssistant:
-    return stts_hf.load(TINY, device="cpu")
+    return stts_hf.load(TINY, device="cpu", selector="cosine")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_each_video_keeps_what_its_scores_say_wherever_the_threshold_is_given(as
     assert kept == [expected(answer, level) for answer in answers]
     assert kept[0] < kept[1] < kept[2]
     assert [answer.kept_by_video for answer in answers] == [(number,) for number in kept]
-    loaded = stts_hf.load(TINY, device="cpu", score_threshold=level)
-    assert repr(loaded).endswith(f"scores from {level:g} kept by scorer)")
+    loaded = stts_hf.load(TINY, device="cpu", selector="cosine", score_threshold=level)
+    assert repr(loaded).endswith(f"scores from {level:g} kept by cosine)")
     assert [loaded.answer(clip, QUESTION, **GREEDY).video_tokens_kept for clip in clips] == kept
     with loaded.watch(clips[1]) as clip, assistant.watch(clips[1], score_threshold=level) as other:
         assert torch.equal(clip.keep_mask, other.keep_mask)

@@ -16,7 +16,7 @@ CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0.0}
 
 @pytest.fixture(scope="module")
 def model(undecided):
-    return load_tiny(undecided).train()
+    return load_tiny(undecided, scorer_target="change").train()
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def rows(media):
 def model(request):
     """The tiny checkpoint of a backbone with a random scorer, which is not sure of clips of another kind."""
     folder = ALL_TINIES[request.param]
-    model: Any = family_of_checkpoint(folder).model.from_pretrained(folder)
+    model: Any = family_of_checkpoint(folder).model.from_pretrained(folder, scorer_target="change")
     randomise(module_of(model, SCORER))
     return model.train()
 
