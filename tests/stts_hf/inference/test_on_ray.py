@@ -93,7 +93,7 @@ def test_slots_that_no_machine_has_are_refused(arguments, words):
 
 
 @pytest.mark.skipif(RAY is None, reason="needs Ray")
-@pytest.mark.parametrize("address", ["ray://127.0.0.1:1", "nowhere"])
+@pytest.mark.parametrize("address", [pytest.param("ray://127.0.0.1:1", marks=pytest.mark.slow), "nowhere"])
 def test_an_address_without_ray_is_refused(address):
     with pytest.raises(ValueError, match=rf"address {address} cannot be used: .* `ray start --head`"), connect(address):
         pass

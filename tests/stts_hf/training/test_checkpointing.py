@@ -101,6 +101,7 @@ def test_an_error_amid_the_save_at_the_end_leaves_what_was_there(tmp_path, monke
     assert after["notes.txt"] == b"mine"
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_loaded(tmp_path):
     options: dict[str, Any] = {
         "eval_strategy": "steps",

@@ -74,6 +74,7 @@ def test_a_run_trains_its_parts_and_writes_a_whole_checkpoint(checkpoint, data, 
 
 
 @of("molmo2", "qwen3_vl", "smolvlm", "qwen3_vl_moe")
+@pytest.mark.slow
 def test_an_adapter_is_of_the_text_model_and_merges_into_a_whole_checkpoint(checkpoint, data, tmp_path):
     more = "use_peft: true\nlora_r: 2\nmerge_adapter: true\n"
     output = run(tmp_path, data, checkpoint, more)

@@ -47,9 +47,8 @@ def uninterrupted(tmp_path_factory) -> tuple[Any, Path, dict[str, Any]]:
     return run, folder, options
 
 
-@pytest.mark.parametrize(
-    "step", [3, pytest.param(4, marks=pytest.mark.slow)], ids=["within_an_epoch", "between_epochs"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 4], ids=["within_an_epoch", "between_epochs"])
 def test_a_resumed_run_repeats_the_uninterrupted(uninterrupted, step):
     whole, folder, options = uninterrupted
     torch.manual_seed(99)

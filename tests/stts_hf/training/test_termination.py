@@ -101,6 +101,7 @@ class SignalAt(KeepGradients):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_as_if_never_stopped(tmp_path):
     """The save is at the end of a step, so that the random state is that of the run without a stop."""
     options: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine"}
