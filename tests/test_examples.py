@@ -33,7 +33,7 @@ def data(tmp_path_factory) -> Path:
 def checkpoint(tmp_path_factory) -> Path:
     """The tiny checkpoint, with a processor that shows 2 frames."""
     folder = tmp_path_factory.mktemp("checkpoint")
-    STTSForConditionalGeneration.from_pretrained(TINY).save_pretrained(folder)
+    STTSForConditionalGeneration.from_pretrained(TINY, scorer_target="change").save_pretrained(folder)
     processor = STTSProcessor.from_pretrained(TINY)
     processor.video_processor.num_frames = 2
     processor.save_pretrained(folder)

@@ -63,9 +63,10 @@ class Method:
 
 
 # Without a scorer there is no temporal loss, which could reach the rest of the model where its target is not detached.
-NO_SCORER = {"selector": "cosine"}
-SCORER = {"selector": "scorer", "scorer_target": "change", "score_bias": True}
-ANSWERS, RANDOM = SCORER | {"scorer_target": "answers", "score_bias": False}, {"selector": "random"}
+CHANGE = {"scorer_target": "change"}  # whatever the base's config says
+NO_SCORER, RANDOM = CHANGE | {"selector": "cosine"}, CHANGE | {"selector": "random"}
+SCORER = CHANGE | {"selector": "scorer", "score_bias": True}
+ANSWERS = SCORER | {"scorer_target": "answers", "score_bias": False}
 ALL = ("scaling", "images", "motion")
 KNOWN = (
     Method(UNPRUNED, "No pruning", NO_SCORER | {"pruning_ratio": 0.0}, ("scaling", "images")),
@@ -92,7 +93,7 @@ def all_methods() -> dict[str, Method]:
     methods = {method.name: method for method in KNOWN}
     known = {method.settings["selector"] for method in KNOWN}
     for name in (name for name in SELECTORS if name not in known):
-        label, settings = SELECTORS[name].label, {"selector": name}
+        label, settings = SELECTORS[name].label, CHANGE | {"selector": name}
         methods[name] = Method(name, label, settings, ("motion",))
         methods[f"{name}-inference"] = Method(f"{name}-inference", f"{label} {ON_FROZEN}", settings, trained=False)
     return methods
