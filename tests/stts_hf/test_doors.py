@@ -33,7 +33,7 @@ def test_nothing_else_is_offered_and_nothing_is_imported_before_its_use():
 
 def test_another_name_is_an_error_of_python():
     with pytest.raises(AttributeError, match="module 'stts_hf' has no attribute 'STTSTrainr'"):
-        stts_hf.STTSTrainr  # noqa: B018 - reading it is the point
+        stts_hf.STTSTrainr  # type: ignore[attr-defined]  # noqa: B018 - reading it is the point
 
 
 def test_first_use_of_a_class_registers_the_auto_classes(monkeypatch):
