@@ -71,14 +71,20 @@ class Backbone:
     stock_mixes: bool = True
 
 
+def parts_of(rows: Rows, home: Any) -> list[list[Any]]:
+    """The same with clips and pictures as `Video` and `Image` of the module `home`."""
+
+    def part(some: Part) -> Any:
+        if isinstance(some, Clip):
+            return home.Video(some.frames)
+        return home.Image() if isinstance(some, Picture) else some
+
+    return [[part(some) for some in row] for row in rows]
+
+
 def molmo2(rule: str = "original") -> Backbone:
     def parts(rows: Rows) -> list[list[tiny.Part]]:
-        def part(some: Part) -> tiny.Part:
-            if isinstance(some, Clip):
-                return tiny.Video(some.frames)
-            return tiny.Image() if isinstance(some, Picture) else some
-
-        return [[part(some) for some in row] for row in rows]
+        return parts_of(rows, tiny)
 
     def batch(rows: Rows, padding_side: str = "left") -> Inputs:
         return tiny.build_inputs(parts(rows), padding_side=padding_side, labels=True)
@@ -140,12 +146,7 @@ def qwen_vl(name: str, tiny_qwen: Any, naive_qwen: Any) -> Backbone:
 
 def smolvlm(rule: str = "original") -> Backbone:
     def alone(rows: Rows) -> list[Inputs]:
-        def part(some: Part) -> tiny_smolvlm.Part:
-            if isinstance(some, Clip):
-                return tiny_smolvlm.Video(some.frames)
-            return tiny_smolvlm.Image() if isinstance(some, Picture) else some
-
-        return tiny_smolvlm.samples([[part(some) for some in row] for row in rows])
+        return tiny_smolvlm.samples(parts_of(rows, tiny_smolvlm))
 
     def batch(rows: Rows, padding_side: str = "left") -> Inputs:
         return tiny_smolvlm.batch(alone(rows), padding_side)

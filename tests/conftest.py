@@ -64,6 +64,7 @@ def pytest_addoption(parser):
 
 def cover(items, size, chosen=()):
     """Few of `items`, besides `chosen`, with which any `size` parameters take all values together that they take."""
+    # Private, since nothing else has an entry for each `parametrize`: the public `indices` number whole cases.
     values = {item: set(itertools.combinations(enumerate(item.callspec._idlist), size)) for item in items}
     left, found = set().union(*values.values()).difference(*(values[item] for item in chosen if item in values)), []
     while left:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.naive import NaiveRule
-from tests.naive_qwen3_vl import NaiveVideo, block_order, naive_ranking
+from tests.naive_qwen3_vl import NaiveVideo, block_order, naive_ranking, rotation
 from tests.naive_qwen3_vl import naive_forward as _naive_forward
 
 
@@ -29,19 +29,11 @@ def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: NaiveR
     x = pixels @ tower.patch_embed.proj.weight.flatten(1).T
 
     head_dim = config.hidden_size // heads
-    frequencies = 10000.0 ** -(torch.arange(0, head_dim // 2, 2) / (head_dim // 2))
-    row, col = order // cols, order % cols
-    angles = torch.cat([row[:, None] * frequencies, col[:, None] * frequencies], dim=-1)
-    angles = angles.repeat(num_frames, 2)[:, None]  # (T * N, 1, head_dim)
-
-    def rotate(states: torch.Tensor) -> torch.Tensor:
-        first, second = states.chunk(2, dim=-1)
-        return states * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
-
+    rotate = rotation(order, cols, num_frames, head_dim, 10000.0)
     frame = torch.arange(num_frames).repeat_interleave(size)
     same_frame = frame[:, None] == frame[None]
     window = config.window_size // config.patch_size  # in patches
-    place = torch.stack([row // window, col // window], dim=-1).repeat(num_frames, 1)
+    place = torch.stack([order // cols // window, order % cols // window], dim=-1).repeat(num_frames, 1)
     same_window = same_frame & (place[:, None] == place[None]).all(-1)
     kept = torch.ones(num_frames * size, dtype=torch.bool)
     bias = torch.zeros(num_frames * size)

@@ -66,6 +66,19 @@ def naive_ranking(tower: Any, config: Any, states: torch.Tensor, grid: list[int]
     return NaiveRanking(keep_mask, scores, similarity, keep_mask.flatten().repeat_interleave(block_size), bias)
 
 
+def rotation(order: torch.Tensor, cols: int, num_frames: int, head_dim: int, base: float) -> Callable[..., Any]:
+    """Turns queries and keys (T * N, heads, head_dim) by the rows and columns of their patches. order: (N,)."""
+    frequencies = base ** -(torch.arange(0, head_dim // 2, 2) / (head_dim // 2))
+    angles = torch.cat([(order // cols)[:, None] * frequencies, (order % cols)[:, None] * frequencies], dim=-1)
+    angles = angles.repeat(num_frames, 2)[:, None]  # (T * N, 1, head_dim)
+
+    def rotate(states: torch.Tensor) -> torch.Tensor:
+        first, second = states.chunk(2, dim=-1)
+        return states * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
+
+    return rotate
+
+
 def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: NaiveRule) -> NaiveVideo:
     """One video (T * N, values) with its grid (T, rows, cols) in patches."""
     tower, config = model.model.visual, model.config.vision_config
@@ -80,14 +93,7 @@ def naive_video(model: Any, pixels: torch.Tensor, grid: list[int], ratio: NaiveR
     x = x + learned[order].repeat(num_frames, 1)
 
     head_dim = config.hidden_size // heads
-    frequencies = config.rope_parameters["rope_theta"] ** -(torch.arange(0, head_dim // 2, 2) / (head_dim // 2))
-    angles = torch.cat([(order // cols)[:, None] * frequencies, (order % cols)[:, None] * frequencies], dim=-1)
-    angles = angles.repeat(num_frames, 2)[:, None]  # (T * N, 1, head_dim)
-
-    def rotate(states: torch.Tensor) -> torch.Tensor:
-        first, second = states.chunk(2, dim=-1)
-        return states * angles.cos() + torch.cat([-second, first], dim=-1) * angles.sin()
-
+    rotate = rotation(order, cols, num_frames, head_dim, config.rope_parameters["rope_theta"])
     frame = torch.arange(num_frames).repeat_interleave(size)
     same_frame = frame[:, None] == frame[None]
     kept = torch.ones(num_frames * size, dtype=torch.bool)

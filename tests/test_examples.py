@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoProcessor
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
@@ -82,19 +81,6 @@ def test_plain_trainer(run_example, data):
     trained = sum(parameter.numel() for group in names["optimizer"].param_groups for parameter in group["params"])
     assert trained == sum(parameter.numel() for parameter in names["model"].parameters())
     assert main(["doctor", str(output)]) == 0
-
-
-@pytest.mark.slow
-def test_lora(run_example, data):
-    names, output = run_example("finetune_lora.py")
-    trained = {name for name, parameter in names["model"].named_parameters() if parameter.requires_grad}
-    assert all(".language_model." in name or ".scorer.modules_to_save." in name for name in trained)
-    inputs = prepare(data.parent / "clip_0.mp4", output / "merged")
-    # W x + s B (A x) against (W + s B A) x: float32 rounding of another order, on logits of order 1 to 10.
-    torch.testing.assert_close(
-        logits_of(load_tiny(output / "merged"), inputs), logits_of(names["model"].eval(), inputs), rtol=0, atol=1e-4
-    )
-    assert ModelCard.load(output / "README.md").data.pipeline_tag == "video-text-to-text"
 
 
 @pytest.mark.slow

@@ -2,21 +2,16 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
-import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.backbones import BACKBONES, Backbone, Clip, Picture, Rows, prompt, shared_model
+from tests.backbones import Backbone, Rows, prompt, shared_model
+from tests.fuzz.test_models import by_backbone, continues_as_alone, rows
 from tests.modeling.reference import CLOSE, call_of, logits_of_row
 from tests.naive import NaiveThreshold, naive_keep_mask
 
-by_backbone = pytest.mark.parametrize("backbone", BACKBONES, ids=lambda backbone: backbone.name)
-
-parts = st.one_of(st.integers(1, 6), st.integers(1, 6).map(Clip), st.just(Picture()))
-rows = st.lists(st.lists(parts, min_size=1, max_size=5).map(lambda row: [*row, 2]), min_size=1, max_size=4)
 # Scores of a batch and of a row alone differ in the last digits, so the threshold lies in a gap between two.
 SMALLEST_GAP = 1e-4
 
@@ -78,16 +73,7 @@ def test_a_batch_is_its_rows(backbone: Backbone, rows: Rows, drawn: Drawn):
 @given(rows=rows, drawn=cases)
 @torch.no_grad()
 def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, drawn: Drawn):
-    """Compared as logits of the second step, which reads the cache; tokens could differ by a tie."""
-    model, inputs = shared_model(backbone), prompt(backbone.batch(rows, "left"))
+    model = shared_model(backbone)
     model.config.vision_config.selector = drawn.selector
-    scores = list(model(**inputs, pruning_ratio=0.0).token_scores or [])
-    rule = NaiveThreshold(threshold_at(scores, drawn.share), *drawn.bounds)
-    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
-    options |= {"return_dict_in_generate": True, "eos_token_id": None} | call_of(rule)
-    together = model.generate(**inputs, **options)
-    for index, row in enumerate(backbone.alone(rows)):
-        alone = model.generate(**prompt(row), **options)
-        torch.testing.assert_close(together.logits[0][index], alone.logits[0][0], **CLOSE)
-        if together.sequences[index, -2] == alone.sequences[0, -2]:
-            torch.testing.assert_close(together.logits[1][index], alone.logits[1][0], **CLOSE)
+    scores = list(model(**prompt(backbone.batch(rows, "left")), pruning_ratio=0.0).token_scores or [])
+    continues_as_alone(backbone, rows, call_of(NaiveThreshold(threshold_at(scores, drawn.share), *drawn.bounds)))

@@ -73,18 +73,22 @@ def test_training_stays_finite(backbone: Backbone, rows: Rows, ratio: float, set
     assert all(gradient.isfinite().all() for gradient in found)
 
 
-@by_backbone
-@given(rows=rows, ratio=ratios, settings=tower_settings)
 @torch.no_grad()
-def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, ratio: float, settings: Settings):
-    """Compared as logits of the second step, which reads the cache; tokens could differ by a tie."""
+def continues_as_alone(backbone: Backbone, rows: Rows, rule: dict[str, Any]) -> None:
+    """Compares logits of the second step, which reads the cache; tokens could differ by a tie. rule: what stays."""
     model = shared_model(backbone)
-    apply(model, settings)
-    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
-    options |= {"return_dict_in_generate": True, "pruning_ratio": ratio, "eos_token_id": None}
+    options = rule | {"max_new_tokens": 2, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "eos_token_id": None}
     together = model.generate(**prompt(backbone.batch(rows, "left")), **options)
     for index, row in enumerate(backbone.alone(rows)):
         alone = model.generate(**prompt(row), **options)
         torch.testing.assert_close(together.logits[0][index], alone.logits[0][0], **CLOSE)
         if together.sequences[index, -2] == alone.sequences[0, -2]:
             torch.testing.assert_close(together.logits[1][index], alone.logits[1][0], **CLOSE)
+
+
+@by_backbone
+@given(rows=rows, ratio=ratios, settings=tower_settings)
+def test_generate_continues_rows_as_alone(backbone: Backbone, rows: Rows, ratio: float, settings: Settings):
+    apply(shared_model(backbone), settings)
+    continues_as_alone(backbone, rows, {"pruning_ratio": ratio})

@@ -56,13 +56,6 @@ def test_packed_text_is_stocks_to_the_bit(backbone, any_model):
     assert torch.equal(ours, theirs)
 
 
-def test_weights_are_the_stock_models_and_the_scorers(backbone, any_model):
-    names = set(any_model.state_dict())
-    scorer = {name for name in names if f"model.{backbone.tower}.scorer." in name}
-    assert names - scorer == set(backbone.stock(any_model).state_dict())
-    assert len(scorer) == 14
-
-
 @daily
 def test_a_stock_checkpoint_lacks_exactly_the_scorer(backbone, any_model, tmp_path):
     stock = backbone.stock(any_model)

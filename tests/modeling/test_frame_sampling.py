@@ -1,7 +1,5 @@
 """The moments that are shown: the paper's recipe, worked out by hand."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -28,12 +26,6 @@ def test_budget_makes_up_for_what_is_pruned(num_frames, pruning_ratio, budget):
 @pytest.mark.parametrize("ratio", [1.0, 0.9999999, 0.9991])
 def test_no_sensible_budget_makes_up_for_pruning_next_to_everything(ratio):
     with pytest.raises(ValueError, match=f"at most 0.999, got {ratio}"):
-        frame_budget(64, ratio)
-
-
-@pytest.mark.parametrize("ratio", [-0.1, 1.1, math.nan, "0.5", None, True])
-def test_ratio_out_of_range_is_refused(ratio):
-    with pytest.raises(ValueError, match=r"in \[0, 1\]"):
         frame_budget(64, ratio)
 
 

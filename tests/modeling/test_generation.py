@@ -36,12 +36,6 @@ def test_a_ratio_counts_wherever_generate_is_told_of_it(model, where, monkeypatc
         assert torch.equal(found, mask)
 
 
-def test_a_ratio_that_is_none_is_refused_in_a_configuration_too(model):
-    config = GenerationConfig(**GREEDY, pruning_ratio=1.5)
-    with pytest.raises(ValueError, match=r"`pruning_ratio` is 1.5, but must be a number in \[0, 1\]"):
-        model.generate(**build_inputs(ROWS), generation_config=config)
-
-
 @pytest.mark.parametrize("settings", [{}, {"num_beams": 2}], ids=["greedy", "beams"])
 def test_what_was_kept_comes_with_the_sequences(model, settings):
     inputs = build_inputs(ROWS)

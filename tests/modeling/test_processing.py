@@ -94,12 +94,6 @@ def test_timestamps_are_those_of_the_frames_shown(processor, clips, name):
     assert stamps(prompt_of(processor, inputs)) == [f"{float(times[index]):.1f}" for index in shown]
 
 
-def test_uneven_frame_rate_shows_real_times(processor, clips):
-    inputs = processor(text="<|video|>", videos=str(clips["uneven"]), num_frames=64)
-    # Every 0.5 s the frame on screen, once; then the last.
-    assert stamps(prompt_of(processor, inputs)) == ["0.0", "0.4", "1.8", "3.2", "5.0"]
-
-
 def test_array_without_file_keeps_native_timestamps(processor):
     frames = np.stack([numbered_frame(number) for number in range(10)])
     inputs = processor(text="<|video|>", videos=frames, video_metadata={"total_num_frames": 10, "fps": 2.0})

@@ -9,10 +9,8 @@ import torch
 from transformers.vision_utils import get_vision_window_index
 
 from stts_hf.modeling.attention_stts import AttentionSpans
-from tests.modeling.reference import assert_gradients_equal, gradients
-from tests.modeling.test_qwen3_vl_vision import encode, encode_naively, flat, found, videos
-from tests.modeling.towers import assert_features_close, largest_difference, weighted
-from tests.naive import naive_temporal_loss
+from tests.modeling.test_qwen3_vl_vision import check_gradients, encode, encode_naively, flat, found, videos
+from tests.modeling.towers import assert_features_close, largest_difference
 from tests.naive_qwen2_5_vl import naive_video
 from tests.tiny_qwen2_5_vl import tiny_config, tiny_model
 from tests.tiny_qwen3_vl import SIDE, Video
@@ -49,13 +47,7 @@ def test_features_equal_the_dense_masked_reference(options):
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
 def test_gradients_equal_those_of_the_reference(ratio, options):
     model, inputs = tiny_model(tiny_config(**options)), videos(MIXED)
-    output, naive = encode(model, inputs, ratio), naively(model, inputs, ratio)
-    scores = [video.scores for video in naive if video.scores is not None]
-    expected_loss = naive_temporal_loss(scores, [video.similarity for video in naive])
-    torch.testing.assert_close(output.temporal_loss, expected_loss, atol=1e-6, rtol=0)
-    ours = weighted(found(output)[0]) + output.temporal_loss
-    expected = weighted(flat(naive)[0]) + expected_loss
-    assert_gradients_equal(gradients(model, ours), gradients(model, expected), 1e-5)
+    check_gradients(model, encode(model, inputs, ratio), naively(model, inputs, ratio))
 
 
 def test_scores_are_in_the_callers_order_of_blocks():

@@ -69,7 +69,11 @@ def test_features_equal_the_dense_masked_reference(options):
 @pytest.mark.parametrize("ratio", [0.3, 0.5, 0.9])
 def test_gradients_equal_those_of_the_reference(ratio):
     model, inputs = tiny_model(), videos()
-    output, naive = encode(model, inputs, ratio), encode_naively(model, inputs, ratio)
+    check_gradients(model, encode(model, inputs, ratio), encode_naively(model, inputs, ratio))
+
+
+def check_gradients(model, output, naive: list[NaiveVideo]) -> None:
+    """Those of features and temporal loss."""
     ours = sum(weighted(features) for features in found(output)) + output.temporal_loss
     scores = [video.scores for video in naive if video.scores is not None]
     expected_loss = naive_temporal_loss(scores, [video.similarity for video in naive])

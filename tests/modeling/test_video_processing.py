@@ -26,11 +26,6 @@ def clip(tmp_path_factory):
     return write_clip(tmp_path_factory.mktemp("clips") / "clip.mp4", 200)
 
 
-@pytest.fixture(scope="module")
-def short_clip(tmp_path_factory):
-    return write_clip(tmp_path_factory.mktemp("clips") / "short.mp4", 30)
-
-
 def frames_of(count):
     return np.stack([numbered_frame(number) for number in range(count)])
 
@@ -189,16 +184,6 @@ def test_size_of_another_kind_is_refused(processor, clip):
 def test_num_frames_and_fps_in_one_call_are_refused(processor, clip):
     with pytest.raises(ValueError, match="exclude each other"):
         processor(str(clip), num_frames=5, fps=1)
-
-
-def test_pruning_ratio_of_a_call_without_test_time_scaling_is_refused(processor, clip):
-    with pytest.raises(ValueError, match=r"pruning_ratio=0\.3 has no effect .* test_time_scaling"):
-        processor(str(clip), pruning_ratio=0.3)
-
-
-@pytest.mark.parametrize("settings", [{"fps": 1e6}, {"num_frames": 10**9, "max_fps": None}], ids=str)
-def test_asking_for_more_frames_than_there_are_shows_each_once(processor, short_clip, settings):
-    assert shown(processor, str(short_clip), **settings) == [list(range(30))]
 
 
 def test_no_videos_are_refused(processor):

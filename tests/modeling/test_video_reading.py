@@ -281,13 +281,6 @@ def test_cut_off_file_gives_what_is_there_and_warns(tmp_path, name, options):
         assert np.array_equal(frame, pictures[round(25 * time)])
 
 
-def test_cut_off_mpeg_ts_gives_what_is_there(tmp_path):
-    path = write_clip(tmp_path / "a.ts", 150)
-    path.write_bytes(path.read_bytes()[: int(0.6 * path.stat().st_size)])
-    frames, metadata = read_clip(path, lambda found: np.linspace(0, found.duration, 6))
-    assert [frame_number(frame) for frame in frames] == [round(25 * time) for time in metadata.frame_times or []]
-
-
 def test_damaged_frames_are_left_out_with_a_warning(tmp_path):
     path = write_clip(tmp_path / "a.mkv", 150)
     data = bytearray(path.read_bytes())

@@ -8,7 +8,7 @@ from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
 from stts_hf import STTSProcessor, register_auto_classes
-from tests.checkpoints import ALL_TINIES, OTHERS, TINIES, TINY, load_tiny, write_small_clip
+from tests.checkpoints import ALL_TINIES, OTHERS, TINIES, TINY, load_of_one_answer, load_tiny, write_small_clip
 from tests.clips import write_clip
 from tests.hub_server import LoopbackHub
 from tests.tiny import randomise
@@ -24,6 +24,15 @@ def hub():
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
     return write_small_clip(tmp_path_factory.mktemp("clip"))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory, processor) -> Path:
+    """A tiny model that writes one answer, whatever it is asked."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    load_of_one_answer().save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")

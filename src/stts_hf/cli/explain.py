@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
@@ -11,6 +12,8 @@ from stts_hf.cli.run import FRAME_SIDE, check_video
 from stts_hf.wording import shown_name
 
 PAGE = Path("explanation.html")
+# As of `stts-hf run`.
+DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "revision": None, "dtype": "auto", "allow_urls": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", metavar="QUESTION", help="question about the video")
     parser.add_argument("--expected", metavar="TEXT", help="right answer (default: the answer with nothing dropped)")
     parser.add_argument("--at", type=seconds, metavar="SECONDS", help="moment of the video that the question is about")
-    add_model_options(parser, max_new_tokens=64)
+    add_model_options(parser, DEFAULTS["max_new_tokens"])
     parser.add_argument("--output", type=Path, default=PAGE, metavar="PATH", help=f"page to write (default: {PAGE})")
 
 
@@ -55,11 +58,13 @@ def execute(arguments: argparse.Namespace) -> int:
     for name, finding in settings_of(found).items():
         print(f"{name + ':':<32}{finding.answer.answer or '(empty)'} ({finding.probability:.0%})")
     print("", *sentences(found), sep="\n")
-    for command in commands(found, video, arguments.checkpoint, processing(arguments)):
+    given = {name: getattr(arguments, name) for name in DEFAULTS}
+    given = processing(arguments) | {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    for command in commands(found, video, arguments.checkpoint, given):
         print(f"  {command}")
     names = name, checkpoint = Path(video).name, shown_name(arguments.checkpoint)
     facts = {"video": name, "checkpoint": checkpoint, "cost": f"{found.cost:.1f} answers with nothing dropped"}
     with refused(f"--output {arguments.output} cannot be written: ", OSError), atomic_file(arguments.output) as new:
-        write_explanation(new, frames, found, commands(found, *names, processing(arguments)), facts)
+        write_explanation(new, frames, found, commands(found, *names, given), facts)
     print_lines(page=str(arguments.output))
     return 0

@@ -74,7 +74,8 @@ class Page:
         self.try_sample = gr.Button("Use the sample clip", size="sm", elem_id="sample")
         self.timeline = gr.HTML(elem_id="tokens", apply_default_css=False)
         first, *others = assistants = self.answerer.assistants
-        percent, threshold = 100 * assistants[first].pruning_ratio, assistants[first].model.config.keep_rule().threshold
+        config = assistants[first].model.config
+        percent, threshold = 100 * config.vision_config.pruning_ratio, config.keep_rule().threshold
         words = "Video tokens to drop, in %"
         self.percent = gr.Slider(0, 100, round(percent), step=5, label=words, buttons=[], elem_id="drop")
         words = "Or keep blocks that score at least (0: by the share above)"

@@ -10,10 +10,9 @@ from stts_hf.data.rows import RowError, row_id
 from stts_hf.inference.predictor import answer_rows, describe_error, read_prompt
 from stts_hf.inference.requests import Answer, Request
 
-from .scoring import find_choice, is_right
+from .scoring import COUNTS, find_choice, is_right
 
 LABELS = ("type", "group")
-COUNTS = ("prompt_tokens", "video_tokens", "video_tokens_kept")
 
 
 def evaluate(

@@ -7,6 +7,7 @@ from typing import Any
 
 from stts_hf.data.prompts import find_option
 
+COUNTS = ("prompt_tokens", "video_tokens", "video_tokens_kept")
 # What may stand in front of a letter or an option: "Answer: B", "The correct option is (B)".
 _LEAD = re.compile(r"^(?:the\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*", re.I)
 _LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,]?\s*|[.):,]\s.*|\n.*)", re.DOTALL)
@@ -80,10 +81,7 @@ def summarize(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 def _sums(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     answered = [record for record in records if record["error"] is None]
     right = sum(record["right"] for record in records)
-    tokens = {
-        name: sum(record[name] for record in answered) / max(len(answered), 1)
-        for name in ("prompt_tokens", "video_tokens", "video_tokens_kept")
-    }
+    tokens = {name: sum(record[name] for record in answered) / max(len(answered), 1) for name in COUNTS}
     return {
         "questions": len(records),
         "right": right,

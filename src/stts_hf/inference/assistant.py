@@ -28,7 +28,7 @@ def load(
     pruning_ratio: float | None = None,
     score_threshold: float | None = None,
     selector: str | None = None,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     dtype: Any = None,
     revision: str | None = None,
     **options: Any,
@@ -45,7 +45,7 @@ def load(
         pruning_ratio: fraction `k` of video tokens to drop; the checkpoint's by default.
         score_threshold: keep the blocks that score at least this, in place of a ratio (docs/budget.md).
         selector: "scorer", "cosine" or "random"; the checkpoint's by default.
-        device: "cpu", "cuda", "cuda:1", ...; by default a GPU if there is one.
+        device: "cpu", "cuda", "cuda:1", ..., or a `torch.device`; by default a GPU if there is one.
         dtype: "float32", "bfloat16", ... or a `torch.dtype`; that of the weights by default.
         revision: branch, tag or commit of a Hub repository.
         options: `min_pruning_ratio`, `max_pruning_ratio` and `video_token_budget`, as in `VideoAssistant`; others of
@@ -63,7 +63,7 @@ def load(
     placed = options.get("device_map") is not None
     if placed and device is not None:
         raise ValueError(f"device is {device!r} and device_map is {options['device_map']!r}. Pass one of them.")
-    target = None if placed else choose_device(device or "auto")
+    target = None if placed else choose_device("auto" if device is None else str(device))
     config, processor = load_config_and_processor(found, revision=revision, selector=selector)
     keep = take_given(options, KEEP_ARGUMENTS)
     set_rule(config.vision_config, {"pruning_ratio": pruning_ratio, "score_threshold": score_threshold, **keep})
@@ -112,9 +112,9 @@ class VideoAssistant:
         raise AttributeError(f"'VideoAssistant' object has no attribute {name!r}{also}", name=name, obj=self)
 
     @property
-    def pruning_ratio(self) -> float:
-        """Default fraction `k` of video tokens to drop; can be set, in place of a threshold or a budget too."""
-        return self.model.config.vision_config.pruning_ratio
+    def pruning_ratio(self) -> float | None:
+        """Default fraction `k` of video tokens to drop; None with a threshold or a budget, which it replaces."""
+        return self.model.config.keep_rule().ratio
 
     @pruning_ratio.setter
     def pruning_ratio(self, value: float) -> None:
@@ -131,8 +131,7 @@ class VideoAssistant:
     ) -> Answer:
         """Answers one question about a video. To ask several, `watch` it."""
         check_one_video(video)
-        given: dict[str, Any] = {"pruning_ratio": pruning_ratio, "processing": processing, **options}
-        return self.answer_batch([video], [question], **given)[0]
+        return self.answer_batch([video], [question], pruning_ratio=pruning_ratio, processing=processing, **options)[0]
 
     def answer_batch(
         self,
@@ -177,10 +176,7 @@ class VideoAssistant:
     ) -> Clip:
         """Reads a video for as many questions as wanted, which take the options of `generate`."""
         check_one_video(video)
-        for name in (generate_options(options).keys() & options.keys()) - {*KEEP_ARGUMENTS}:
-            raise TypeError(f"{name} is {options[name]!r}, but `watch` generates nothing. Pass it to `ask`.")
-        keep = {"pruning_ratio": pruning_ratio, **options}
-        return Clip(self.model, self.processor, video, processing=processing, **keep)
+        return Clip(self.model, self.processor, video, processing=processing, pruning_ratio=pruning_ratio, **options)
 
     def explain(
         self, video: Any, question: str, *, expected: str | None = None, at: float | None = None, **options: Any
@@ -195,7 +191,8 @@ class VideoAssistant:
             options: `max_new_tokens` (64), `processing`, and what says how many blocks stay.
 
         Raises:
-            ValueError: nothing is dropped of the video; `at` is behind its end; and as `answer`.
+            TypeError, ValueError: nothing is dropped of the video; `at` is behind its end; `expected` is
+                no text; and as `answer`.
         """
         check_one_video(video)
         return explain(Reading(self.model, self.processor, video, question, expected=expected, **options), at)

@@ -118,15 +118,15 @@ class Clip:
         rule, pruning_ratio: those that the video was read with; the ratio is None with a threshold or a budget.
 
     Raises:
-        ValueError: the video cannot be read or an argument is out of range.
+        TypeError, ValueError: the video cannot be read; an option is none of reading, or out of range.
     """
 
     def __init__(
         self, model: Any, processor: Processor, video: Any, *, processing: Mapping[str, Any] | None = None, **keep: Any
     ):
         check_vision_config(model.config.vision_config)
-        if unknown := keep.keys() - {*KEEP_ARGUMENTS}:
-            raise TypeError(f"`Clip` takes no {', '.join(sorted(unknown))}. Leave it out.")
+        for name in (generate_options(keep).keys() & keep.keys()) - {*KEEP_ARGUMENTS}:
+            raise TypeError(f"{name} is {keep[name]!r}, but reading a video generates nothing. Pass it to `ask`.")
         self.model, self.processor, self.rule = model, processor, take_rule(model.config, keep)
         self.pruning_ratio = self.rule.ratio
         self._lock, self._in_use = threading.RLock(), False

@@ -46,6 +46,8 @@ def generate_options(given: Mapping[str, Any]) -> dict[str, Any]:
             advice = f"It is an option of videos: pass processing={{{name!r}: {given[name]!r}}} with the video."
         if name == "selector":
             advice = "It is the model's: pass it to `stts_hf.load`."
+        if name == "processing":
+            advice = "It is the video's: pass it to `watch` or `answer`."
         raise ValueError(f"{name} is {given[name]!r}, but `generate` has no such option. {advice}")
     for name in _LENGTHS:
         if (length := given.get(name)) is not None and (isinstance(length, bool) or not isinstance(length, int)):

@@ -11,6 +11,7 @@ from stts_hf.data.encoding import Processor
 from stts_hf.keeping import KeepRule, rule_arguments, take_rule
 from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, parts_of
 from stts_hf.modeling.plan_stts import TowerCache
+from stts_hf.modeling.video_processing_stts import check_count
 
 from .generate import ReadHeads, inputs_for, pad_tails, read_heads, tokenize, with_masks
 from .requests import Answer, ask_about, prepare, processing_options
@@ -66,6 +67,9 @@ class Reading:
         self.model, self.processor, self.rule = model, processor, take_rule(model.config, keep)
         if keep:
             raise TypeError(f"`explain` takes no {', '.join(sorted(keep))}. Leave it out.")
+        if not isinstance(expected, str | None):
+            raise TypeError(f"expected must be a text, got {expected!r:.80}.")
+        check_count("max_new_tokens", max_new_tokens)
         self.options = processing_options(processor, processing, self.rule)
         self.request = replace(ask_about(processor, video, question), rule=self.rule)
         self.generation = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": processor.tokenizer}

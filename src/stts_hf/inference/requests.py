@@ -203,9 +203,10 @@ def processing_options(processor: Processor, processing: Mapping[str, Any] | Non
         raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
     parts = {f"{part}_kwargs" for part in ("videos", "images", "text")}
     known = frames.OF_VIDEOS | processor.video_processor.valid_kwargs.__annotations__.keys() | parts
+    known -= {"return_tensors", "return_metadata"}  # which `prepare` needs as they are
     for name in (processing or {}).keys() - known:
         advice = did_you_mean(name, known, "Leave it out.")
-        raise ValueError(f"processing has {name!r}, which the processor does not know. {advice}")
+        raise ValueError(f"processing has {name!r}, which is no option of a question's video. {advice}")
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
         if rule.ratio == 1 or (rule.ratio is None and None in (rule.threshold, rule.budget)):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stts_hf
-from stts_hf.inference import calibration, engine
+from stts_hf.inference import calibration
 from stts_hf.inference.calibration import Calibration
 from stts_hf.model_parts import SCORER, module_of
 from stts_hf.modeling.budget_stts import KeepRule
@@ -104,23 +104,6 @@ def test_it_goes_on_where_it_was_stopped_and_scores_what_has_changed(run, here, 
     status, _, err = run("--keep", "0.6", "--num-frames", "4")
     assert status == 2
     assert "--scores calibration.jsonl holds answers of other settings: processing was" in err
-
-
-def test_ctrl_c_loses_nothing(run, here, monkeypatch):
-    score_blocks, calls = engine.score_blocks, []
-
-    def interrupt(*arguments):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return score_blocks(*arguments)
-
-    monkeypatch.setattr(engine, "score_blocks", interrupt)
-    assert run("--keep", "0.4")[0] == 130
-    assert len(Path("calibration.jsonl").read_text().splitlines()) == 3
-    monkeypatch.undo()
-    monkeypatch.chdir(here)
-    assert "3 of 13 rows are answered" in run("--keep", "0.4")[2]
 
 
 def test_write_changes_the_configs_alone_and_a_share_over_tokens_keeps_bounds(run, here):

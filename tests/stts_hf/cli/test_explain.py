@@ -19,7 +19,7 @@ def explain(tmp_path, captured, monkeypatch):
 
 
 def test_it_names_the_moment_and_its_first_command_gives_the_expected_answer(explain, captured, tmp_path):
-    status, out, _ = explain("clip.mp4", *LOST)
+    status, out, _ = explain("clip.mp4", *LOST, "--dtype", "float32")
     assert status == 0
     assert "dropped: 1 block at 1.00 s" in out
     page = Page(tmp_path / "explanation.html")
@@ -30,6 +30,7 @@ def test_it_names_the_moment_and_its_first_command_gives_the_expected_answer(exp
         "Frame at 1.00 s, 1 of 16 kept; 1 marked"
     ]
     (first, *_) = (shlex.split(line) for line in out.splitlines() if line.strip().startswith("stts-hf run"))
+    assert {"--max-new-tokens", "4", "--dtype", "float32"} <= {*first}
     status, answered, _ = captured([*first[1:], "--output", "sheet.png"])
     assert (status, "answer:       H\n" in answered) == (0, True)
 

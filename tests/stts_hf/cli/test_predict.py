@@ -154,16 +154,6 @@ def test_a_bad_video_is_a_row_with_its_error_which_stays_until_it_is_to_be_tried
     assert lines("clips-done.jsonl").keys() == {"clips/two.mp4", "clips/three.mp4", "clips/words.mp4"}
 
 
-def test_it_goes_on_where_it_was_killed(run):
-    whole = lines("rows-done.jsonl")
-    first, second, _ = Path("rows-done.jsonl").read_bytes().splitlines(keepends=True)
-    Path("rows-done.jsonl").write_bytes(first + second[:30])
-    assert run("rows.jsonl", "--output", "rows-done.jsonl", "--batch-size", "1")[0] == 0
-    assert {name: row | {"seconds": 0} for name, row in lines("rows-done.jsonl").items()} == {
-        name: row | {"seconds": 0} for name, row in whole.items()
-    }
-
-
 def test_new_videos_of_a_folder_are_done_and_old_answers_stay(run):
     shutil.copy("clips/two.mp4", "clips/four.mp4")
     Path("clips/two.mp4").unlink()

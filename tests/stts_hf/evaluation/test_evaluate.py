@@ -11,7 +11,6 @@ from stts_hf.evaluation.scoring import summarize
 from stts_hf.inference import predictor as module
 from stts_hf.inference.requests import Answer
 from stts_hf.modeling.budget_stts import KeepRule
-from tests.checkpoints import ANSWER, BLOCKS, load_of_one_answer
 
 VISION = SimpleNamespace(pruning_ratio=0.5)
 MODEL = SimpleNamespace(config=SimpleNamespace(vision_config=VISION, keep_rule=KeepRule(0.5).replaced))
@@ -133,19 +132,3 @@ def test_a_row_that_cannot_be_asked_is_a_record_with_its_error(says, row, messag
 
 def test_an_error_that_is_not_the_rows_names_its_kind():
     assert record_of(OPEN, Answer(error=torch.OutOfMemoryError("No room.")))["error"] == "OutOfMemoryError: No room."
-
-
-def test_real_rows_on_a_model_of_one_answer(processor, media):
-    rows = [
-        {"id": "right", "question": "What moves?", "answer": ANSWER, "videos": [str(media / "two.mp4")]},
-        {"id": "wrong", "question": "What else?", "answer": "A ball", "videos": [str(media / "two.mp4")]},
-        {"id": "choice", **CHOICE, "images": [str(media / "wide.png")]} | {"id": "choice"},
-        {"id": "damaged", **OPEN, "videos": [str(media / "damaged.mp4")]} | {"id": "damaged"},
-    ]
-    found = evaluate(load_of_one_answer(), processor, rows, pruning_ratio=0.5, max_new_tokens=40)
-    records = {record["id"]: record for record in found}
-    assert [records[name]["right"] for name in ("right", "wrong", "choice", "damaged")] == [True, False, False, False]
-    assert records["choice"]["no_option"]
-    assert "damaged.mp4" in records["damaged"]["error"]
-    assert (records["right"]["video_tokens"], records["right"]["video_tokens_kept"]) == (2 * BLOCKS, BLOCKS)
-    assert records["choice"]["video_tokens"] == 0

@@ -11,11 +11,9 @@ import torch
 from transformers import GenerationConfig, pipeline
 
 import stts_hf
-from stts_hf.benchmark.models import stock_twin
 from stts_hf.inference.engine import answer_videos
-from tests.checkpoints import TINY, load_tiny
+from tests.checkpoints import TINY
 from tests.clips import write_audio
-from tests.stts_hf.checkpoints.convert_files import write_qwen3_vl
 
 QUESTION = "What moves?"
 GREEDY: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
@@ -46,27 +44,16 @@ def test_three_lines_answer_and_say_what_was_seen(assistant, two):
     assert answer.tokens_read_before == 0
 
 
-@pytest.mark.parametrize("kind", ["molmo2", "qwen3_vl"])
-def test_a_stock_checkpoint_answers_with_a_selector_that_needs_no_training(kind, tmp_path, processor, two):
-    if kind == "qwen3_vl":
-        write_qwen3_vl(tmp_path, kind)
-    else:
-        stock_twin(load_tiny()).save_pretrained(tmp_path)
-        processor.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r'is a stock .* no trained scorer: choose .*selector="cosine"'):
-        stts_hf.load(tmp_path)
-    loaded = stts_hf.load(str(tmp_path), selector="cosine", pruning_ratio=0.5, device="cpu")
-    answer = loaded.answer(two, QUESTION, **GREEDY)
-    assert 2 * answer.video_tokens_kept == answer.video_tokens
-
-
 def test_settings_of_load_are_those_of_the_model(two):
-    loaded = stts_hf.load(TINY, selector="random", pruning_ratio=0.25, device="cpu", dtype="bfloat16")
+    loaded = stts_hf.load(TINY, selector="random", pruning_ratio=0.25, device=torch.device("cpu"), dtype="bfloat16")
     assert (loaded.pruning_ratio, loaded.model.config.vision_config.selector) == (0.25, "random")
     assert (loaded.model.dtype, loaded.model.training) == (torch.bfloat16, False)
     answer = loaded.answer(two, QUESTION, **GREEDY)
     assert 4 * answer.video_tokens_kept == 3 * answer.video_tokens
+    loaded.model.config.vision_config.video_token_budget = 30
+    assert loaded.pruning_ratio is None
     loaded.pruning_ratio = 0.5
+    assert loaded.pruning_ratio == 0.5
     assert loaded.answer(two, QUESTION, **GREEDY).video_tokens_kept < answer.video_tokens_kept
     assert loaded.answer(two, QUESTION, pruning_ratio=0.25, **GREEDY).answer == answer.answer
 
@@ -85,6 +72,7 @@ def test_a_device_map_places_the_model(two):
         ({"checkpoint": 3}, TypeError, "checkpoint must be a folder or the name of a Hub repository, got 3"),
         ({"selector": "best"}, ValueError, "selector must be one of scorer, cosine, random, got 'best'"),
         ({"device": "cuda:99"}, ValueError, "cuda:99 cannot be used here"),
+        ({"device": 0}, ValueError, "device 0 cannot be used here"),
         ({"dtype": "float23"}, ValueError, "dtype is 'float23', but must be"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -213,8 +201,10 @@ def test_a_selector_in_a_call_is_the_model_s(assistant, two, name):
 
 
 def test_options_of_answers_are_none_of_watching(assistant, two):
-    with pytest.raises(TypeError, match=r"max_new_tokens is 3, but `watch` generates nothing. Pass it to `ask`"):
+    with pytest.raises(TypeError, match=r"max_new_tokens is 3, but reading a video generates nothing"):
         assistant.watch(two, max_new_tokens=3)
+    with assistant.watch(two) as clip, pytest.raises(ValueError, match="It is the video's: pass it to `watch`"):
+        clip.ask(QUESTION, processing={"num_frames": 2})
 
 
 def test_what_a_clip_does_is_said_where_it_is_looked_for(assistant):

@@ -85,17 +85,21 @@ def tiny() -> VideoAssistant:
         ({"processing": {"num_frames": 1}}, "80% dropped"),  # the first frame stays
         ({"at": 99.0}, "at is 99 s"),
         ({"video": None}, "video is None"),
+        ({"max_new_tokens": "3"}, "max_new_tokens must be a whole number"),
+        ({"processing": {"return_tensors": "np"}}, "processing has 'return_tensors'"),
     ],
-    ids=["ratio 0", "one frame", "behind the end", "text alone"],
+    ids=["ratio 0", "one frame", "behind the end", "text alone", "length", "type of tensors"],
 )
 def test_what_cannot_be_explained_is_refused(tiny, media, given, words):
     with pytest.raises(ValueError, match=words):
         tiny.explain(**({"video": str(media / "two.mp4"), "question": QUESTION} | given))
 
 
-def test_several_videos_are_refused(tiny, media):
+def test_several_videos_and_an_answer_that_is_no_text_are_refused(tiny, media):
     with pytest.raises(TypeError, match="a list of 2 videos"):
         tiny.explain([str(media / "two.mp4"), str(media / "three.mp4")], QUESTION)
+    with pytest.raises(TypeError, match="expected must be a text, got 5"):
+        tiny.explain(str(media / "two.mp4"), QUESTION, expected=5)
 
 
 @pytest.mark.parametrize("keep", [{}, {"video_token_budget": 30}], ids=["ratio", "budget"])

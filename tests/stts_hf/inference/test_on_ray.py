@@ -13,7 +13,6 @@ import pytest
 from stts_hf.inference import on_ray
 from stts_hf.inference.on_ray import Slots, choose_slots, connect, predict_on_ray
 from stts_hf.inference.predictor import Predictor
-from tests.checkpoints import load_of_one_answer
 from tests.clips import write_clip
 
 RAY = importlib.util.find_spec("ray")
@@ -100,13 +99,10 @@ def test_an_address_without_ray_is_refused(address):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, processor) -> Path:
-    """A tiny model that writes one answer, whatever it is asked, and a clip."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    load_of_one_answer().save_pretrained(folder)
-    processor.save_pretrained(folder)
-    write_clip(folder / "clip.mp4", 5, fps=20)
-    return folder
+def folder(checkpoint) -> Path:
+    """Beside the checkpoint a clip."""
+    write_clip(checkpoint / "clip.mp4", 5, fps=20)
+    return checkpoint
 
 
 @pytest.fixture

@@ -16,11 +16,6 @@ from tests.modeling.test_video_sources import send, serving
 SIX = np.zeros((6, 8, 8, 3), dtype=np.uint8)
 
 
-def test_a_download_is_read_from_its_beginning():
-    with serving(lambda handler: send(handler, b"ab", b"c")) as url, download(url, 100, 30.0) as file:
-        assert file.read() == b"abc"
-
-
 @pytest.mark.parametrize("videos", [lambda url: url, lambda url: [url, url]], ids=["video", "images"])
 def test_endless_download_ends_at_the_limit_of_size(videos):
     def endless(handler: Any) -> None:
