@@ -20,7 +20,7 @@ from tests.checkpoints import needs_num2words
 PRESETS = ["stts-molmo2-4b", "stts-molmo2-8b", "stts-molmo2-o-7b", "stts-tiny"]
 MOLMO2 = PRESETS[:3]
 QWEN3_VL = ["stts-qwen3-vl-2b", "stts-qwen3-vl-4b", "stts-qwen3-vl-8b", "stts-qwen3-vl-30b-a3b", "stts-qwen3-vl-tiny"]
-QWEN3_5 = ["stts-qwen3-5-0.8b", "stts-qwen3-5-2b", "stts-qwen3-5-4b", "stts-qwen3-5-9b"]
+QWEN3_5 = ["stts-qwen3-5-0.8b", "stts-qwen3-5-2b", "stts-qwen3-5-4b", "stts-qwen3-5-9b", "stts-qwen3-5-35b-a3b"]
 SMOLVLM2 = ["stts-smolvlm2-256m", "stts-smolvlm2-500m", "stts-smolvlm2-2.2b"]
 ALL = [
     *PRESETS,
@@ -93,6 +93,7 @@ def test_processor_cuts_frames_as_the_vision_config_expects(hub_configs, preset)
         ("stts-qwen3-5-2b", 8.2, 1.882e9),
         ("stts-qwen3-5-4b", 16.9, 4.206e9),
         ("stts-qwen3-5-9b", 35.1, 7.937e9),
+        ("stts-qwen3-5-35b-a3b", 130.8, 34.152e9),  # 35,107,181,936 and a layer of that: 35,951,822,704 as released
         # 256,484,928 as in SmolVLM-256M; as released 507,482,304 and 2,246,784,880.
         ("stts-smolvlm2-256m", 1.0, 0.1346e9),
         ("stts-smolvlm2-500m", 1.9, 0.3619e9),

@@ -17,7 +17,7 @@ FROM_FILE = {
     "qwen2_5_vl": False,
 }  # native processors read files with torchcodec alone
 PRESETS = ["molmo2-4b", "molmo2-8b", "molmo2-o-7b", "qwen3-vl-2b", "qwen3-vl-4b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"]
-PRESETS += ["qwen3-5-0.8b", "qwen3-5-9b"]
+PRESETS += ["qwen3-5-0.8b", "qwen3-5-9b", "qwen3-5-35b-a3b"]
 # SmolVLM2 needs transformers 5.23.
 SMOLVLM2 = ["smolvlm2-256m", "smolvlm2-2.2b"] if Version(transformers.__version__) >= Version("5.23") else []
 

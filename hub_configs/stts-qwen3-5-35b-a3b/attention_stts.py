@@ -1,0 +1,1 @@
+../../modeling/attention_stts.py

@@ -1,0 +1,1 @@
+../../modeling/budget_stts.py

@@ -1,0 +1,1 @@
+../../modeling/cache_stts.py

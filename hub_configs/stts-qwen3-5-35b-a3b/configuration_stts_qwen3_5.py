@@ -1,0 +1,1 @@
+../../modeling/configuration_stts_qwen3_5.py

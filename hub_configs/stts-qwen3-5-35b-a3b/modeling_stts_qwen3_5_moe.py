@@ -1,0 +1,1 @@
+../../modeling/modeling_stts_qwen3_5_moe.py

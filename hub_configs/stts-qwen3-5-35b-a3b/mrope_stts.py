@@ -1,0 +1,1 @@
+../../modeling/mrope_stts.py

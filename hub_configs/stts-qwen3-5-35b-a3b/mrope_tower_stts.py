@@ -1,0 +1,1 @@
+../../modeling/mrope_tower_stts.py

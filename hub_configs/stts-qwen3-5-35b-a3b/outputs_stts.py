@@ -1,0 +1,1 @@
+../../modeling/outputs_stts.py

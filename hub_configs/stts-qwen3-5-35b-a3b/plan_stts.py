@@ -1,0 +1,1 @@
+../../modeling/plan_stts.py

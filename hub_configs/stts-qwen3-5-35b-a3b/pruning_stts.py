@@ -1,0 +1,1 @@
+../../modeling/pruning_stts.py

@@ -1,0 +1,1 @@
+../../modeling/recurrent_stts.py

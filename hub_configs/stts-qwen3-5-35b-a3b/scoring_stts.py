@@ -1,0 +1,1 @@
+../../modeling/scoring_stts.py

@@ -1,0 +1,1 @@
+../../modeling/selectors_stts.py

@@ -1,0 +1,1 @@
+../../modeling/sequence_stts.py

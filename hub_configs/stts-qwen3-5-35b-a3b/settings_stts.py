@@ -1,0 +1,1 @@
+../../modeling/settings_stts.py

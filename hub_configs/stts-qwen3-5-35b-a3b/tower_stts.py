@@ -1,0 +1,1 @@
+../../modeling/tower_stts.py

@@ -1,0 +1,1 @@
+../../modeling/vision_stts_qwen3_vl.py
