@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tests.backbones import EVERY, Backbone
+from tests.modeling.reference import Float64
 
 
 @pytest.fixture(scope="module", params=EVERY, ids=lambda backbone: backbone.name)
@@ -18,9 +19,10 @@ def any_model(backbone) -> Any:
     return backbone.model()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def float64_model(backbone) -> Any:
-    """The same in float64, but for native layers that compute in float32. The fast kernels of experts lack float64."""
-    model = backbone.model().double()
-    model.set_experts_implementation("eager")
-    return model
+    """The same in float64, for the whole test. The fast kernels of experts lack float64."""
+    with Float64():
+        model = backbone.model().double()
+        model.set_experts_implementation("eager")
+        yield model

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from tests.naive import NaiveRule, NaiveThreshold
 from tests.tiny import FRAME_START, IMAGE_START, LOW_RES_IMAGE_START, PATCH, Image, Part, Video
@@ -28,6 +30,22 @@ Inputs = dict[str, Any]
 # float32 rounding of logits of size about 5, at most 3e-6 where it was measured; a missing or misplaced token changes
 # them by more than 0.1.
 CLOSE: dict[str, Any] = {"atol": 1e-5, "rtol": 0}
+
+
+class Float64(TorchFunctionMode):
+    """Computes in float64 whatever asks for float32, native code too; new tensors and parameters are float64."""
+
+    def __enter__(self) -> Any:
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(torch.float32)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda it: torch.float64 if it is torch.float32 else it, (args, kwargs or {}))
+        return (torch.Tensor.double if function is torch.Tensor.float else function)(*args, **kwargs)
 
 
 def as_float64(inputs: Inputs) -> Inputs:
