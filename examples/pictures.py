@@ -37,7 +37,9 @@ def browser() -> Iterator[Any]:
 
     with sync_playwright() as running:
         chromium = running.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        yield chromium.new_page(viewport={"width": 1280, "height": 900})
+        shown = chromium.new_page(viewport={"width": 1280, "height": 900})
+        shown.set_default_timeout(180_000)  # milliseconds; a busy machine answers slowly
+        yield shown
         chromium.close()
 
 

@@ -50,7 +50,7 @@ LEFT_OUT = {
     "serves until it is stopped, or asks such a server": r"stts-hf demo|vllm serve|tensorboard --|localhost:8000",
     "is a sketch: `...` is the reader's own": r"(?<!\.)\.\.\.(?!\.)",
     "takes more than a minute": r"\bpytest\b|stts-hf bench --(preset (?!tiny)|render)|examples\.benchmarks|"
-    r"--engine ray|docs/benchmarks|study (run|report)|study\.(pilot|results|explaining)|kill_conversions|"
+    r"--engine ray|docs/benchmarks|study (run|report)|study\.(results|explaining)|kill_conversions|"
     r"corpus\.report|bytes_harness|outputs/pilot",
 }
 # What would take longer, at a smaller size: what a command holds, and what is added to it. Only README's commands start

@@ -51,16 +51,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "metavar": ("LOW", "HIGH"),
         "help": "between which each video draws its pruning ratio in training (default: 0.1 0.95)",
     },
-    "scorer_rate": {
-        "type": float,
-        "metavar": "RATE",
-        "help": "peak while a new scorer is alone (default: 2e-3)",
-    },
-    "scorer_steps": {
-        "type": int,
-        "metavar": "N",
-        "help": "of them by the temporal loss (default: 0)",
-    },
+    "scorer_rate": {"type": float, "metavar": "RATE", "help": "peak while a new scorer is alone (default: 2e-3)"},
+    "scorer_steps": {"type": int, "metavar": "N", "help": "of them by the temporal loss (default: 0)"},
     "answers_steps": {"type": count, "metavar": "N", "help": "of them by answers (default: 2000)"},
     "mask_ratios": {
         "nargs": 2,
