@@ -49,8 +49,8 @@ def introduction(about: str, link: str = "") -> str:
         f"<h1>Ask a video</h1><p>{named}</p><div class='how'>"
         f'<svg viewBox="0 0 130 50" role="img" aria-label="A frame of 16 blocks, of which 4 stay">{blocks}'
         '<path d="M55 25h16m-5-5 5 5-5 5"/></svg>'
-        "<p>The model cuts each frame into blocks; each block becomes one token. Blocks that repeat the frame before "
-        "are dropped, so the model reads fewer tokens. After a question, the video plays beside what the model kept: "
+        "<p>The model cuts each frame into blocks; each block becomes one token. Blocks that it needs "
+        "least are dropped, so it reads fewer tokens. After a question, the video plays beside what the model kept: "
         "dropped blocks are dimmed and hatched.</p></div>"
     )
 
