@@ -63,11 +63,11 @@ def _load(source: Any, split: str, media_root: Any, options: dict[str, Any]) -> 
     path = Path() if isinstance(source, dict | datasets.Dataset) else Path(source)
     if isinstance(source, datasets.Dataset | datasets.DatasetDict):
         table, name, root = source, "row", media_root
-    elif path.suffix in _FILES:
+    elif path.suffix.lower() in _FILES:
         if not path.is_file():
             raise ValueError(f"There is no data file {str(path)!r}. Correct the path.")
         root = media_root if media_root is not None else path.parent
-        if path.suffix != ".parquet":
+        if path.suffix.lower() != ".parquet":
             return _load_json(path, root)
         try:
             table = datasets.load_dataset("parquet", data_files=str(path), split="train")
@@ -112,7 +112,7 @@ def _load_json(path: Path, root: Any) -> datasets.Dataset:
     """
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     given: list[tuple[int, Any]]
-    if path.suffix == ".json" and content.lstrip().startswith(b"["):
+    if path.suffix.lower() == ".json" and content.lstrip().startswith(b"["):
         given = list(enumerate(parse(content, str(path)), 1))
     else:
         lines = enumerate(content.split(b"\n"), 1)

@@ -117,7 +117,7 @@ def _is_data_set(source: str, left_out: Set[str]) -> bool:
             os.path.realpath(table) not in left_out for table in tables
         )
     if os.path.exists(path) or path.suffix.lower() in (*ENDINGS, *_TABLES):
-        return path.suffix in _TABLES
+        return path.suffix.lower() in _TABLES
     return _ON_HUB.fullmatch(source) is not None
 
 

@@ -45,11 +45,11 @@ def test_jsonl_of_mixed_rows_comes_back_as_written(mixed, media):
 
 
 def test_json_list_and_several_files(tmp_path, media, mixed):
-    (tmp_path / "list.json").write_text(
+    (tmp_path / "list.JSON").write_text(
         json.dumps([text_row("a"), {k: v for k, v in text_row("").items() if k != "id"}])
     )
-    rows = load_rows([tmp_path / "list.json", mixed], media_root=media)
-    assert rows["id"][:3] == ["a", "list.json:2", "first"]
+    rows = load_rows([tmp_path / "list.JSON", mixed], media_root=media)
+    assert rows["id"][:3] == ["a", "list.JSON:2", "first"]
     assert set(rows["media_root"]) == {str(media)}
 
 

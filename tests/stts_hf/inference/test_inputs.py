@@ -74,10 +74,10 @@ def test_rows(here, kind):
 
 
 def test_rows_without_a_prompt_get_the_one_given(here):
-    source = rows_file(here / "rows.jsonl", {"video": "a.mp4"}, {"video": "a.mp4", "prompt": "Why?"})
+    source = rows_file(here / "rows.JSONL", {"video": "a.mp4"}, {"video": "a.mp4", "prompt": "Why?"})
     assert [(row["id"], row["prompt"]) for row in read_inputs([source, "videos/b.mp4"], prompt="What?")] == [
-        ("rows.jsonl:1", "What?"),
-        ("rows.jsonl:2", "Why?"),
+        ("rows.JSONL:1", "What?"),
+        ("rows.JSONL:2", "Why?"),
         ("videos/b.mp4", "What?"),
     ]
 
