@@ -107,7 +107,7 @@ pictures: $(VENV)/.installed-dev
 	PYTHONPATH="src:.$${PYTHONPATH:+:$$PYTHONPATH}" $(BIN)/python -m examples.pictures
 
 # All that a GPU is for, in parts under nine minutes each; docs/benchmarks/on_a_gpu.md says what. What has a result is not done again.
-# INSTALL=0 takes .venv, or else PYTHON, as it is. DEVICE=cpu SIZE=tiny runs all but the kernels, in two minutes.
+# INSTALL=0 takes .venv, or else PYTHON, as it is. DEVICE=cpu SIZE=tiny runs all but the kernels, in minutes.
 DEVICE ?= auto
 SIZE ?= full
 HOURS ?= 1.5

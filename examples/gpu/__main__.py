@@ -17,12 +17,14 @@ from pathlib import Path
 
 import torch
 
+from .backbones import CONFIGS, is_released, sizes_of
 from .options import SIZES
 from .page import left_out, page, wrong
 from .runner import Part, read_results, run_parts
 
 LIMIT = 530.0  # seconds of a part, under nine minutes
 ROOT = Path(__file__).resolve().parents[2]
+WITH_PARTS = ("molmo2", "qwen3_vl")  # whose sizes are measured in parts of their own
 BENCHMARKS, ELSEWHERE = ROOT / "docs" / "benchmarks", ROOT / "outputs" / "gpu"
 ENVIRONMENT = {
     # What was carried to a machine without network stays within reach.
@@ -40,12 +42,23 @@ def list_parts(device: str, size: str) -> list[Part]:
     both = ", prompt and training step" if size == "tiny" else ", prompt"
     table: list[tuple[str, str, str, list[str], str]] = [
         ("kernels", "a", "attention kernels against float32 on the CPU", ["kernels"], ""),
-        ("paths", "a", "models by every path against float32 on the CPU", ["paths"], ""),
+        *((f"paths-{it}", "a", f"{it} by every path against float32 on the CPU", ["paths", it], "") for it in CONFIGS),
         ("molmo2", "b", f"Molmo2-4B at the paper's shapes{both}", ["shapes", "molmo2"], ""),
         ("molmo2-training", "b", "the same, training step", ["shapes", "molmo2-training"], ""),
         ("qwen", "b", f"Qwen3-VL-4B{both}", ["shapes", "qwen"], ""),
         ("qwen-training", "b", "Qwen3-VL-4B, training step", ["shapes", "qwen-training"], ""),
         ("evs", "b", "Qwen3-VL beside EVS, in transformers", ["shapes", "evs"], ""),
+        *(
+            (
+                f"released-{it}",
+                "b",
+                f"{it} at released sizes, prompt and training step",
+                ["shapes", f"released-{it}"],
+                "",
+            )
+            for it in CONFIGS
+            if it not in WITH_PARTS and any(map(is_released, sizes_of(it)))
+        ),
         ("molmo2-flex", "b", "Molmo2-4B with flex attention", ["shapes", "molmo2-flex"], on_cuda),
         ("predict", "c", "throughput of predict", ["predict"], ""),
         ("study", "d", "the study, one seed", ["study"], ""),

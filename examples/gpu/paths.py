@@ -1,7 +1,7 @@
 """
 Part (a), second half: whole models by every path, forward and gradients, against float32 on the CPU.
 
-    python -m examples.gpu.paths --device cuda --size full FOLDER
+    python -m examples.gpu.paths qwen3_5 --device cuda --size full FOLDER
 
 Which blocks go is the same in every path, so that rounding drops no others: half of all, and one frame whole.
 """
@@ -12,6 +12,7 @@ import ctypes
 import functools
 import importlib.util
 import resource
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -26,27 +27,22 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stts_hf.benchmark.geometries import workload_inputs
+from stts_hf.benchmark.geometries import GEOMETRIES, workload_inputs
 from stts_hf.benchmark.meters import peak_memory
-from stts_hf.benchmark.models import build_models
+from stts_hf.benchmark.models import build_models, stock_inputs, stock_twin
 from stts_hf.benchmark.presets import Workload
 from stts_hf.errors import in_halves
-from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, modules_of
+from stts_hf.model_parts import LANGUAGE_MODEL, SCORER, VISION_TOWER, module_of, modules_of
 from stts_hf.modeling import attention_stts, tower_stts
 from stts_hf.modeling.recurrent_stts import RecurrentBackbone
 
+from .backbones import CONFIGS, reference_size
 from .checks import Check, compute_exactly, describe, relative_error, run_checks
 from .options import parse
 
 CPU = torch.device("cpu")
 TINY = Workload("training", "tiny", 4, (0.5,), batch=2, text_tokens=16, timestamp_tokens=2)
-# So400M's width of heads, 72, and all of its 729 patches.
-FULL = replace(TINY, geometry="narrow-tower", frames=8)
-WORKLOADS = {
-    "tiny": {"molmo2": TINY, "qwen3_vl": replace(TINY, geometry="qwen3-vl-tiny", frames=8)},
-    "full": {"molmo2": FULL, "qwen3_vl": replace(TINY, geometry="qwen3-vl-small-long", frames=16)},
-}
-RECURRENT = replace(TINY, geometry="qwen3-5-small", frames=8)
+FRAMES = {"tiny": 4, "full": 8}  # of the tower
 EMPTY = 2  # the frame that loses every block
 NEW_TOKENS = 8
 M_MMAP_THRESHOLD = -3  # of glibc
@@ -84,6 +80,12 @@ class Reference:
         return copy.deepcopy(self.model).to(device, dtype), inputs
 
 
+def workload_of(name: str, size: str) -> Workload:
+    geometry = reference_size(name, size)
+    tubelet = getattr(GEOMETRIES[geometry].config().vision_config, "temporal_patch_size", 1)
+    return replace(TINY, geometry=geometry, frames=FRAMES[size] * tubelet)
+
+
 def make_reference(name: str, workload: Workload) -> Reference:
     """Weights large enough that attention is far from uniform."""
     model: Any = build_models(workload.geometry, torch.float32, CPU)[0].train()
@@ -91,14 +93,45 @@ def make_reference(name: str, workload: Workload) -> Reference:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                parameter.normal_(0, parameter[0].numel() ** -0.5, generator=generator)
+                inputs_of_one = parameter.shape[-1] if parameter.dim() == 3 else parameter[0].numel()
+                parameter.normal_(0, inputs_of_one**-0.5, generator=generator)
+        if isinstance(model.model, RecurrentBackbone):
+            hold_states(model)
+    use_all_experts(model)
     model.config.vision_config.pruning_ratio = workload.ratios[0]
     inputs = workload_inputs(workload, model.config, CPU)
+    if not getattr(model.model, "run_per_frame", True):
+        inputs = in_one_run(inputs)
     grids = model.model.plan_videos(inputs).grids
     ranking = [torch.rand(frames, rows * columns, generator=generator) for frames, rows, columns in grids]
     for of_video in ranking:
         of_video[EMPTY] = -1
     return Reference(name, model, inputs, torch.cat([of_video.flatten() for of_video in ranking]))
+
+
+def hold_states(model: Any) -> None:
+    """States hold what they read. Branches are a quarter as large: else half precision loses long gradients."""
+    for name, parameter in module_of(model, LANGUAGE_MODEL).named_parameters():
+        if name.endswith("A_log"):
+            parameter.sub_(3)
+        if any(last in name for last in ("o_proj", "out_proj", "down_proj")):
+            parameter.mul_(0.25)
+
+
+def use_all_experts(model: Any) -> None:
+    """Every expert serves every token, so that rounding sends none to another one."""
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = module.num_experts
+
+
+def in_one_run(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Without the text between the frames of a video, whose placeholders make one run in some backbones."""
+    is_block = inputs["mm_token_type_ids"][0] == 2
+    first, last = is_block.nonzero()[[0, -1], 0].tolist()
+    is_block[:first] = is_block[last + 1 :] = True
+    texts = ("input_ids", "attention_mask", "mm_token_type_ids", "labels")
+    return inputs | {name: inputs[name][:, is_block] for name in texts}
 
 
 @contextlib.contextmanager
@@ -109,11 +142,11 @@ def dropping(reference: Reference, device: torch.device) -> Iterator[None]:
         yield
 
 
-def compute(model: Any, inputs: dict[str, Any], **call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def compute(model: Any, inputs: dict[str, Any], loss: str = "loss") -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits and the gradients of all weights."""
     model.zero_grad(set_to_none=True)
-    output = model(**inputs, use_cache=False, **call)
-    output.loss.backward()
+    output = model(**inputs, use_cache=False)
+    output[loss].backward()
     gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     return output.logits.detach(), gradients
 
@@ -158,8 +191,27 @@ def train_errors(
         found, of_found = compute(model, arrange(inputs))
     if gradients.keys() != of_found.keys():
         raise AssertionError(f"other weights have gradients: {sorted(gradients.keys() ^ of_found.keys())[:3]}")
-    pairs = [torch.cat([of[name].flatten().cpu().float() for name in gradients]) for of in (of_found, gradients)]
-    return relative_error(found.view_as(logits), logits), relative_error(*pairs)
+    return relative_error(found.view_as(logits), logits), relative_error_of_all(of_found, gradients)
+
+
+def relative_error_of_all(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of all expected tensors together."""
+    pairs = [torch.cat([of[name].flatten().cpu().float() for name in expected]) for of in (found, expected)]
+    return relative_error(*pairs)
+
+
+def stock_errors(reference: Reference, device: torch.device) -> tuple[float, float]:
+    """Of logits and gradients at ratio 0, beside the stock model on the same device. Other tokens count as infinite."""
+    model, inputs = reference.on(device, torch.float32)
+    nn.init.zeros_(module_of(model, SCORER).score_layer.weight)  # as before any training
+    inputs["pruning_ratio"], stock = 0.0, stock_twin(model)
+    use_all_experts(stock)
+    of_stock = stock_inputs(stock, {name: value for name, value in inputs.items() if name != "pruning_ratio"})
+    expected, gradients = compute(stock, of_stock)
+    found, of_found = compute(model, inputs, "task_loss")
+    if not torch.equal(generate(model, inputs), generate(stock, of_stock)):
+        return float("inf"), float("inf")
+    return relative_error(found, expected), relative_error_of_all(of_found, gradients)
 
 
 def with_attention(text: str, vision: str, model: Any) -> None:
@@ -175,7 +227,7 @@ def with_compiled_layers(backend: str, model: Any) -> None:
     """As docs/behaviour.md says it."""
     for part in (VISION_TOWER, LANGUAGE_MODEL):
         for module in modules_of(model, part).values():
-            for layer in next(child for child in module.children() if isinstance(child, nn.ModuleList)):
+            for layer in next(child for child in module.modules() if isinstance(child, nn.ModuleList)):
                 layer.compile(fullgraph=True, backend=backend)
 
 
@@ -186,7 +238,7 @@ def sharded_errors(reference: Reference, device: torch.device) -> tuple[float, f
     def shard(model: Any) -> None:
         mesh = torch.distributed.init_device_mesh(device.type, (1,))
         for module in modules_of(model, LANGUAGE_MODEL).values():
-            for layer in next(child for child in module.children() if isinstance(child, nn.ModuleList)):
+            for layer in next(child for child in module.modules() if isinstance(child, nn.ModuleList)):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 
@@ -256,7 +308,9 @@ def errors_without_sync(
 
     def step() -> None:
         if what == "tower":
-            model.model.get_video_features(**{name: inputs[name] for name in model.model.video_inputs})
+            model.model.get_video_features(
+                **{name: inputs[name] for name in model.model.video_inputs if name in inputs}
+            )
         elif what == "prefill":
             prompt = {name: value for name, value in inputs.items() if name != "labels"}
             with torch.no_grad():
@@ -293,7 +347,7 @@ def shortage_errors(device: torch.device) -> tuple[float, None]:
     """A batch for which memory runs out is halved, as `predict` does it, and its rows are those of the whole batch."""
     if device.type == "cpu":
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)  # what is freed goes back to the system
-    workload = replace(FULL, mode="inference", frames=2, batch=4)
+    workload = replace(TINY, geometry="narrow-tower", mode="inference", frames=2, batch=4)
     model: Any = build_models(workload.geometry, torch.float32, device)[0].eval()
     inputs = workload_inputs(workload, model.config, device)
     calls: list[int] = []
@@ -333,43 +387,46 @@ def in_one_row(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs | rows | {"position_ids": torch.arange(length, device=rows["labels"].device).repeat(1, batch)}
 
 
-def packed_errors(device: torch.device) -> tuple[float, float | None]:
-    """Samples in one row of a model with recurrent layers, whose kernels must keep them apart."""
-    reference = make_reference("qwen3_5", RECURRENT)
-    return train_errors(reference, device, torch.bfloat16, arrange=in_one_row)
-
-
-def checks(device: torch.device, size: str) -> Iterator[Check]:
-    # First, since on a CPU memory that was freed is there without being asked for.
-    yield Check("molmo2: out of memory, halved", torch.float32, partial(shortage_errors, device), (1e-4, 0.0))
-    for name, workload in WORKLOADS[size].items():
-        reference = make_reference(name, workload)
-        yield from (replace_name(name, check) for check in trained(reference, device))
-        for cache in CACHES:
-            run: Any = partial(cache_errors, reference, device, cache)
-            yield Check(f"{name}: generate, {cache} cache", torch.float32, run, (0.0, 0.0))
-        for what in ("tower", "prefill", "training") if name == "molmo2" else ("tower",):
-            for dtype in (torch.bfloat16, torch.float32):
-                run = partial(errors_without_sync, reference, device, dtype, what)
-                yield Check(f"{name}: no sync, {what}", dtype, run, (0.0, 0.0))
-    lacks, half = RecurrentBackbone.refuses_packed_rows or "", torch.bfloat16
-    yield Check("qwen3_5: a packed row", half, partial(packed_errors, device), TOLERANCES[half], lacks)
+def checks(device: torch.device, name: str, size: str) -> Iterator[Check]:
+    if name == "molmo2":  # first, since on a CPU memory that was freed is there without being asked for
+        yield Check("out of memory, halved", torch.float32, partial(shortage_errors, device), (1e-4, 0.0))
+    reference = make_reference(name, workload_of(name, size))
+    single, half, backbone = torch.float32, torch.bfloat16, reference.model.model
+    yield Check("stock at k = 0", single, partial(stock_errors, reference, device), (1e-5, 1e-4))
+    yield from trained(reference, device)
+    for cache in CACHES:
+        run: Any = partial(cache_errors, reference, device, cache)
+        yield Check(f"generate, {cache} cache", single, run, (0.0, 0.0))
+    dtype = half if isinstance(backbone, RecurrentBackbone) else single  # which their kernels want
+    run = partial(train_errors, reference, device, dtype, arrange=in_one_row)
+    yield Check("a packed row", dtype, run, TOLERANCES[dtype], backbone.refuses_packed_rows or "")
+    for what in ("tower", "prefill", "training") if name == "molmo2" else ("tower",):
+        for dtype in (half, single):
+            run = partial(errors_without_sync, reference, device, dtype, what)
+            yield Check(f"no sync, {what}", dtype, run, (0.0, 0.0))
 
 
 def trained(reference: Reference, device: torch.device) -> Iterator[Check]:
     """Forward and gradients."""
     on_cuda, single, half = device.type == "cuda", torch.float32, (torch.float16, torch.bfloat16)
     compiler = "inductor" if on_cuda else "aot_eager"  # without kernels, the graphs alone
+    slow = reference.model.model.refuses_packed_rows and "stock does not compile without flash-linear-attention"
     ways: list[tuple[str, Callable[[Any], Any], tuple[torch.dtype, ...], str]] = [
         ("sdpa", no_change, (single, *half) if on_cuda else half, ""),
         ("eager", partial(with_attention, "eager", "eager"), (single,), ""),
         ("gradient checkpointing", with_checkpointing, (single, torch.bfloat16), ""),
-        (f"layers compiled, {compiler}", partial(with_compiled_layers, compiler), (single, half[1])[: 1 + on_cuda], ""),
+        (
+            f"layers compiled, {compiler}",
+            partial(with_compiled_layers, compiler),
+            (single, half[1])[: 1 + on_cuda],
+            slow or "",
+        ),
     ]
     of_flash = "" if on_cuda else "needs a CUDA device"
     if not of_flash and importlib.util.find_spec("flash_attn") is None:
         of_flash = "flash_attn is not installed"
-    text = "sdpa" if reference.name == "molmo2" else "flash_attention_2"  # Molmo2's mask is none of flash attention's
+    # A mask with bidirectional vision tokens is none of flash attention's.
+    text = "flash_attention_2" if reference.model.model.vision_is_causal else "sdpa"
     ways.append(("flash_attention_2", partial(with_attention, text, "flash_attention_2"), half, of_flash))
     of_flex = "" if on_cuda else "needs a CUDA device: PyTorch has no backward pass of it on a CPU"
     flex = partial(with_attention, "flex_attention", "sdpa")
@@ -384,19 +441,18 @@ def trained(reference: Reference, device: torch.device) -> Iterator[Check]:
     yield Check("FSDP2, one process", single, partial(sharded_errors, reference, device), TOLERANCES[single])
 
 
-def replace_name(backbone: str, check: Check) -> Check:
-    return replace(check, name=f"{backbone}: {check.name}")
-
-
 def main() -> None:
+    name = sys.argv.pop(1)
+    if name not in CONFIGS:
+        raise SystemExit(f"{name!r} is none of {', '.join(CONFIGS)}")
     arguments = parse(__doc__)
     compute_exactly()
     chosen = (
         check
-        for check in checks(arguments.device, arguments.size)
+        for check in checks(arguments.device, name, arguments.size)
         if not arguments.only or any(word in check.name for word in arguments.only)
     )
-    run_checks(chosen, arguments.device, arguments.folder, describe("Whole models by every path", arguments.device))
+    run_checks(chosen, arguments.device, arguments.folder, describe(f"{name} by every path", arguments.device))
 
 
 if __name__ == "__main__":

@@ -131,8 +131,8 @@ def run_part(
 
 
 def is_lack(reason: str) -> bool:
-    """Whether an error says that another package is missing or too old; a name of our own that is gone is a mistake."""
-    is_import = reason.startswith(("ImportError", "ModuleNotFoundError"))
+    """Whether an error says that another package or memory is missing; a name of our own that is gone is a mistake."""
+    is_import = reason.startswith(("ImportError", "ModuleNotFoundError", "Left out: "))
     return is_import and not re.search(r"(from|named) '(stts_hf|examples|tests)\b", reason)
 
 

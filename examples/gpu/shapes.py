@@ -1,7 +1,8 @@
 """
-Part (b): the paper's shapes and Qwen3-VL-4B's, with random weights, against stock and the FLOP ideal.
+Part (b): the paper's shapes, Qwen3-VL-4B's and other backbones', with random weights, against stock and the FLOP ideal.
 
     python -m examples.gpu.shapes molmo2 --device cuda --size full docs/benchmarks/gpu-molmo2
+    python -m examples.gpu.shapes released-qwen3_5 --device cuda --size full docs/benchmarks/gpu-released-qwen3_5
 """
 
 import argparse
@@ -19,9 +20,9 @@ from stts_hf.benchmark.models import build_models
 from stts_hf.benchmark.presets import PRESETS, Workload
 from stts_hf.benchmark.report import write_result
 
+from .backbones import RATIOS, released_workloads
 from .options import parse
 
-RATIOS = (0.0, 0.3, 0.4, 0.5, 0.7)
 TINY = {"molmo2": replace(PRESETS["tiny"].workloads[2], batch=1), "qwen": PRESETS["tiny"].workloads[4]}
 # Bytes of the GPU that a training step of stock Molmo2-4B fits into with its vocabulary of 151,936, whose logits take
 # most of it. On a smaller one the vocabulary is a tenth of that.
@@ -31,6 +32,8 @@ WHOLE_VOCABULARY = 120e9
 def workloads(name: str, size: str, memory: float) -> list[Workload]:
     """Of a part, smaller ones first: what was measured when time is up stays."""
     backbone, _, kind = name.partition("-")
+    if backbone == "released":
+        return released_workloads(kind, size, memory)
     backend = "flex_attention" if kind == "flex" else "sdpa"
     if size == "tiny":  # both in one process
         return [replace(TINY[backbone], mode=mode, ratios=(0.0, 0.5)) for mode in ("inference", "training")]
@@ -49,7 +52,9 @@ def cells(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device, repeats = arguments.device, 1 if arguments.size == "tiny" else 3
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0.0
     if name != "evs":
-        yield from measure_workloads(workloads(name, arguments.size, memory), device, repeats)
+        if not (found := workloads(name, arguments.size, memory)):
+            raise SystemExit(f"Left out: no released size fits {memory / 2**30:.0f} GiB")
+        yield from measure_workloads(found, device, repeats)
         return
     workload = replace(PRESETS["qwen"].workloads[0], ratios=(0.3, 0.5, 0.7))
     if arguments.size == "tiny":

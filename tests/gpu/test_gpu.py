@@ -13,11 +13,13 @@ import pytest
 import torch
 
 from examples.gpu import __main__ as gpu
+from examples.gpu.backbones import released_workloads
 from examples.gpu.checks import Check, relative_error, run_check, run_checks
 from examples.gpu.page import PAPER, left_out, page, wrong
 from examples.gpu.runner import Outcome, Part
 from stts_hf.benchmark.presets import PRESETS
 from stts_hf.benchmark.report import PAPER_SPEED_UPS
+from stts_hf.checkpoints.families import OWN
 from tests.conftest import REPOSITORY
 
 RATIOS = (0.0, 0.3, 0.4, 0.5, 0.7)
@@ -43,6 +45,21 @@ def test_the_paper_s_shapes_are_measured(memory, geometry):
     assert {it.geometry for it in training} == {geometry}
     assert {it.geometry for it in workloads("qwen", "full", memory)} == {"qwen3-vl-4b", "qwen3-vl-4b-low"}
     assert all(it in PRESETS["tiny"].workloads or it.batch == 1 for it in workloads("molmo2", "tiny", 0))
+
+
+@pytest.mark.slow
+def test_every_backbone_is_checked_and_its_largest_released_size_that_fits_is_measured():
+    names = {part.name for part in gpu.list_parts("cuda", "full")}
+    assert {f"paths-{family.config.native.model_type}" for family in OWN.values()} <= names
+    released = {name.removeprefix("released-") for name in names if name.startswith("released-")}
+    found = {name: [it.geometry for it in released_workloads(name, "full", 80e9)] for name in released}
+    assert found == {
+        "qwen3_vl_moe": ["stts-qwen3-vl-30b-a3b"],
+        "qwen3_5": ["stts-qwen3-5-9b", "stts-qwen3-5-4b"],
+        "qwen3_5_moe": [],
+        "smolvlm": ["smolvlm2-500m", "smolvlm2-500m"],
+    }
+    assert [it.geometry for it in released_workloads("qwen3_5_moe", "full", 143e9)] == ["stts-qwen3-5-35b-a3b"]
 
 
 def test_the_numbers_of_the_paper_are_those_of_the_benchmark():
@@ -138,7 +155,7 @@ def test_a_path_that_computes_something_else_is_noticed():
     from examples.gpu import paths
 
     cpu = torch.device("cpu")
-    reference = paths.make_reference("molmo2", paths.WORKLOADS["tiny"]["molmo2"])
+    reference = paths.make_reference("molmo2", paths.workload_of("molmo2", "tiny"))
     forward, backward = paths.train_errors(reference, cpu, torch.float32, paths.with_checkpointing)
     assert forward <= 1e-4
     assert backward is not None
@@ -155,20 +172,18 @@ def test_what_cannot_be_is_refused(options, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         gpu.main(options)
-    assert re.search("finds no CUDA device|SIZE=tiny|is none of kernels, paths", capsys.readouterr().err)
+    assert re.search("finds no CUDA device|SIZE=tiny|is none of kernels, paths-molmo2", capsys.readouterr().err)
 
 
-# The study is a minute more; CI has its miniature.
+# The study and Qwen's relatives take minutes more; CI has the study's miniature, and tests of theirs.
 PARTS = [part.name for part in gpu.list_parts("cpu", "tiny")]
-WITHOUT_STUDY = [name for name in PARTS if name != "study"]
+SHORT = [name for name in PARTS if name != "study" and not re.search("qwen3_5|qwen3_vl_moe|qwen2_5", name)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "names", [WITHOUT_STUDY, pytest.param(PARTS, marks=pytest.mark.study)], ids=["without-study", "all"]
-)
+@pytest.mark.parametrize("names", [SHORT, pytest.param(PARTS, marks=pytest.mark.study)], ids=["short", "all"])
 def test_all_of_it_runs_on_a_cpu(names, tmp_path):
-    """In about a minute of two quiet cores; nothing is left out but kernels, and vLLM where it is not installed."""
+    """In some two minutes of two quiet cores; nothing is left out but kernels, and vLLM where it is not installed."""
     command = ["make", "gpu", "DEVICE=cpu", "SIZE=tiny", "INSTALL=0", "VENV=.none", f"PYTHON={sys.executable}"]
     command.append(f"PARTS={' '.join(names)}")
     started = time.monotonic()
