@@ -1,5 +1,6 @@
 """Every backbone of the package and its sizes: geometries of the benchmark, and presets that take any frame size."""
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,20 +22,28 @@ WIDE = 64  # of a head of released towers, or more
 NEEDS = {"inference": 2 / 0.8, "training": 8 / 0.6}
 
 
+@functools.cache
+def configs() -> dict[str, Any]:
+    """Of every geometry. Presets of towers that take any frame size are added to `GEOMETRIES`."""
+    by_type = {config.model_type: config for config in MODEL_CLASSES}
+    for path in HUB.glob("*/config.json"):
+        written = json.loads(path.read_text())
+        if "image_size" not in written["vision_config"]:
+            grid = TINY_GRID if path.parent.name.endswith("-tiny") else GRID
+            load = by_type[written["model_type"]].from_pretrained
+            GEOMETRIES[path.parent.name] = Geometry(grid, load, str(path.parent))
+    return {size: geometry.config() for size, geometry in GEOMETRIES.items()}
+
+
 def sizes_of(name: str) -> list[str]:
     """Names in `GEOMETRIES` of a backbone, a key of `CONFIGS`, by width."""
-    for path in HUB.glob("*/config.json"):
-        config = json.loads(path.read_text())
-        if config["model_type"] == CONFIGS[name].model_type and "image_size" not in config["vision_config"]:
-            grid = TINY_GRID if path.parent.name.endswith("-tiny") else GRID
-            GEOMETRIES[path.parent.name] = Geometry(grid, CONFIGS[name].from_pretrained, str(path.parent))
-    configs = {size: geometry.config() for size, geometry in GEOMETRIES.items()}
-    own = {size: config for size, config in configs.items() if type(config) is CONFIGS[name]}
+    own = {size: config for size, config in configs().items() if type(config) is CONFIGS[name]}
     return sorted(own, key=lambda size: own[size].vision_config.hidden_size * own[size].text_config.hidden_size)
 
 
 def is_released(size: str) -> bool:
-    return GEOMETRIES[size].config().text_config.vocab_size > 2**15
+    vocabulary: int = configs()[size].text_config.vocab_size
+    return vocabulary > 2**15
 
 
 def reference_size(name: str, size: str) -> str:
@@ -42,7 +51,7 @@ def reference_size(name: str, size: str) -> str:
     small = [it for it in sizes_of(name) if not is_released(it)]
     if size == "full":
         for it in small:
-            vision = GEOMETRIES[it].config().vision_config
+            vision = configs()[it].vision_config
             heads = getattr(vision, "num_heads", None) or vision.num_attention_heads
             if vision.hidden_size // heads >= WIDE:
                 return it

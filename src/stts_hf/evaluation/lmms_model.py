@@ -204,7 +204,7 @@ def result_of(answer: Answer, until: Sequence[str]) -> GenerationResult:
     """What lmms-eval takes for an answer, which ends before any of the texts `until`."""
     if answer.error is not None:
         return GenerationResult(text="")
-    ends = [answer.text.find(stop) for stop in until if stop in answer.text]
+    ends = [answer.text.find(stop) for stop in until if stop and stop in answer.text]
     counts = TokenCounts(input_tokens=answer.prompt_tokens, output_tokens=answer.new_tokens)
     return GenerationResult(text=answer.text[: min(ends, default=None)], token_counts=counts)
 

@@ -201,7 +201,7 @@ def test_a_folder_of_pictures_is_a_video(ask, model, tmp_path):
     (tmp_path / "notes.txt").write_text("no picture")
     pictures = sorted(map(str, tmp_path.glob("*.png")))
     videos = [[{"type": "video", "url": url}, text("What?")] for url in (str(tmp_path), pictures)]
-    folder, files, _ = ask(*videos, [text("What?")])
+    folder, files, _ = ask(*videos, [text("What?")], max_new_tokens=16)
     assert folder == files != ""
     shown = model.generate_until([request(number) for number in range(3)])
     of_folder, of_files, of_text = (found.token_counts.input_tokens for found in shown)
@@ -276,8 +276,10 @@ def test_generation_settings_of_tasks(asked, options):
 
 
 def test_an_answer_ends_before_what_the_task_stops_at(ask, rows):
-    [whole] = ask([text("Hello there, what is it?")])
-    assert ask([text("Hello there, what is it?")], until=[whole[1:3], "never said"]) == [whole[0]]
+    question, options = [text("Hello there, what is it?")], {"max_new_tokens": 16}
+    [whole] = ask(question, **options)
+    assert len(whole) > 2
+    assert ask(question, **options, until=[whole[1:3], "never said", ""]) == [whole[0]]
     assert generation_options({"until": "\n"})[1] == ["\n"]
     assert result_of(Answer(error=ValueError("gone")), ["\n"]).text == ""
 
