@@ -133,8 +133,8 @@ $(VENV)/.installed-gpu: examples/serving/install.sh | $(VENV)/.installed-dev
 STARTED = $(OUT)/stts-tiny
 stts-tiny: $(VENV)/.installed-dev
 	$(BIN)/python -m examples.study.pretraining docs/study/base --tiny hub_configs/stts-tiny
-	$(BIN)/python -m examples.study make-dataset $(OUT)/data --seed 609742 --train 600 --validation 1 --test 1 --calm 0.5
-	$(BIN)/python -m examples.study run $(STARTED) --dataset $(OUT)/data --base hub_configs/stts-tiny --without-options \
+	test -d $(STARTED)-data || $(BIN)/python -m examples.study make-dataset $(STARTED)-data --seed 609742 --train 600 --validation 1 --test 1 --calm 0.5
+	$(BIN)/python -m examples.study run $(STARTED) --dataset $(STARTED)-data --base hub_configs/stts-tiny --without-options \
 		--batch-size 8 --answers-steps 2000 --scorer-rate 1e-3 --num-masks 12 --mask-rounds 1 --mask-ratios 0.5 0.9 \
 		--ratios 0.5 --seeds 0 --only scorer-answers --keep-checkpoints
 	cp $(STARTED)/checkpoints/scorer-answers-layer1-seed0/*.safetensors $(STARTED)/checkpoints/scorer-answers-layer1-seed0/config.json \
