@@ -122,6 +122,8 @@ gpu: $(if $(filter 0,$(INSTALL)),,$(VENV)/.installed-dev $(if $(filter cpu,$(DEV
 # What only a GPU needs, and what is missing is left out of its results: flash-attn where a wheel is there, and vLLM.
 $(VENV)/.installed-gpu: examples/serving/install.sh | $(VENV)/.installed-dev
 	@$(PIP_INSTALL) --only-binary :all: flash-attn || echo "No wheel of flash-attn: its checks are left out"
+	@$(PIP_INSTALL) --only-binary :all: flash-linear-attention causal-conv1d \
+		|| echo "No wheels of flash-linear-attention and causal-conv1d: packed rows of Qwen3.5 are left out"
 	@VLLM=vllm PYTHON="$(PYTHON)" sh examples/serving/install.sh .venv-vllm-gpu -e . \
 		&& .venv-vllm-gpu/bin/python -m pip install --quiet --disable-pip-version-check pytest==9.2.0 \
 		|| { rm -rf .venv-vllm-gpu; echo "No vLLM: its part is left out"; }

@@ -48,9 +48,18 @@ def test_ratio_0_is_stock(backbone, rows):
     stock, inputs = backbone.stock(model), backbone.batch(rows, "right")
     ours, theirs = model(**inputs), stock(**inputs)
     real = inputs["attention_mask"].bool()
-    torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=backbone.stock_rounding, rtol=0)
+    assert torch.equal(ours.logits[real], theirs.logits[real])
     torch.testing.assert_close(ours.task_loss, theirs.loss, atol=1e-6, rtol=0)
     assert_gradients_equal(gradients(model, ours.task_loss), gradients(stock, theirs.loss), backbone.stock_rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"use_cache": False}], ids=["greedy", "beams", "without-cache"])
+def test_without_pruning_all_tokens_are_stocks(backbone, way):
+    model = backbone.model(pruning_ratio=0.0, trained_scorer=False)
+    inputs = prompt(backbone.batch([[2, Clip(3), 4, Picture(), 3], [2, Clip(2), Clip(1), 9], [7]], "left"))
+    expected = backbone.stock(model).generate(**inputs, **GREEDY, **way)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **way), expected)
 
 
 @pytest.mark.parametrize("rows", [[[9], [14]], [[2, Picture(), 4], [6]]], ids=["text", "images"])
@@ -202,6 +211,12 @@ def kernels(backbone, any_model, monkeypatch) -> None:
     monkeypatch.setattr(native, "torch_chunk_gated_delta_rule", rule_of_samples)
     monkeypatch.setattr(native, "causal_conv1d_fn", convolve_samples)
     monkeypatch.setattr(type(any_model.model), "refuses_packed_rows", None)
+
+
+def test_with_kernels_a_call_takes_one_packed_row(backbone, any_model, kernels):
+    inputs = {name: torch.cat([value, value]) for name, value in backbone.pack(ROWS).items()}
+    with pytest.raises(ValueError, match="take one such row a call, not 2"):
+        any_model(**inputs)
 
 
 @pytest.mark.parametrize("rows", [ROWS, MIXED], ids=["videos", "mixed"])

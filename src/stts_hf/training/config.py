@@ -46,7 +46,7 @@ class ConfigError(ValueError):
 class ModelArguments:
     """Checkpoint, pruning and adapter. Checkpoint and adapter settings have the names of TRL's `ModelConfig`."""
 
-    model_name_or_path: str = setting(MISSING, "Folder or Hub id of an STTS, stock Molmo2 or Qwen3-VL checkpoint.")
+    model_name_or_path: str = setting(MISSING, "Folder or Hub id of an STTS checkpoint, or a stock one.")
     model_revision: str = setting("main", "Branch, tag or commit of a checkpoint on the Hub.")
     dtype: str = setting(
         "float32",

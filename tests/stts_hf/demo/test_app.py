@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 from stts_hf import VideoAssistant, register_auto_classes
 from stts_hf.modeling import video_reading_stts
 from stts_hf.video import sources
-from tests.checkpoints import ALL_TINIES, QWENS, load_talkative
+from tests.checkpoints import ALL_TINIES, OTHERS, QWENS, load_talkative
 from tests.clips import write_clip
 from tests.small_disk import small_disk
 from tests.stts_hf.demo.conftest import PATIENCE, WITHOUT_GRADIO, serving
@@ -54,7 +54,7 @@ def test_the_second_question_is_answered_from_the_held_clip_and_says_so(client, 
     assert "not measured yet" in numbers
 
 
-@pytest.mark.parametrize("other", QWENS)
+@pytest.mark.parametrize("other", [*QWENS, *OTHERS])
 @pytest.mark.slow
 def test_another_backbone_is_asked_twice_about_the_clip_it_holds(other, video):
     register_auto_classes()
