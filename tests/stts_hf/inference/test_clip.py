@@ -109,7 +109,7 @@ def check(clip, video: str, question: str, assistant, **options: Any) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("selector", "ratio"), [("scorer", 0.0), ("scorer", 0.5), ("scorer", 1.0), ("cosine", 0.5), ("random", 0.5)]
+    ("selector", "ratio"), [("scorer", 0.0), ("scorer", 0.6), ("scorer", 1.0), ("cosine", 0.5), ("random", 0.5)]
 )
 def test_answers_are_those_of_calls_with_the_video(assistant, five, monkeypatch, selector, ratio):
     monkeypatch.setattr(assistant.model.config.vision_config, "selector", selector)

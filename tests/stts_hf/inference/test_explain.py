@@ -123,8 +123,9 @@ def test_a_moment_between_frames_was_never_sampled(tiny, tmp_path):
 
 
 @pytest.mark.slow
-def test_it_names_the_moment_and_a_block_of_what_the_question_is_about(tiny, tmp_path):
-    """A few clips; docs/explain.md has the command for forty, and what it gave."""
+def test_it_names_the_moment_and_a_block_of_what_the_question_is_about(tiny, tmp_path, monkeypatch):
+    """A few clips, ranked by change; docs/explain.md has the command for forty, and what it gave."""
+    monkeypatch.setattr(tiny.model.config.vision_config, "selector", "cosine")
     list(make_dataset(tmp_path / "data", {"train": 1, "validation": 1, "test": 14}, seed=33))
     named = []
     for row in lost_answers(tiny, tmp_path / "data", 0.8):

@@ -237,7 +237,7 @@ def write_rows(folder: Path) -> Path:
 
 def command(folder: Path) -> dict[str, Any]:
     """`stts-hf train` with LoRA, merged at the end."""
-    options = {"max_steps": 2, "per_device_train_batch_size": 1, **QUIETLY}
+    options = {"max_steps": 2, "per_device_train_batch_size": 1, "scorer_target": "change", **QUIETLY}
     adapter: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "merge_adapter": True}
     adapter |= {"learning_rates": {"adapter": 1e-3, "scorer": 1e-3}}
     return run_command(folder, folder.parent / "data", TINY, options | adapter)
