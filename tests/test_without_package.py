@@ -93,4 +93,6 @@ def test_remote_code_answers_saves_and_loads_as_the_package_does(hub_configs, cl
     [prompt], [tokens] = tokens["prompt"], tokens["tokens"]
     assert said == STTSProcessor.from_pretrained(TINY).decode(tokens[len(prompt) :], skip_special_tokens=True)
     expected = ["STTSConfig"] * 3 + ["STTSQwen3VLConfig"] * 3 + ["STTSQwen3VLMoeConfig"]
-    assert configs == expected + ["STTSQwen3_5Config"] * 2 + ["STTSQwen3_5MoeConfig"] + ["STTSSmolVLMConfig"] * len(SMOLVLM2)
+    assert configs == expected + ["STTSQwen3_5Config"] * 2 + ["STTSQwen3_5MoeConfig"] + ["STTSSmolVLMConfig"] * len(
+        SMOLVLM2
+    )
