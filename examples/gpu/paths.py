@@ -223,11 +223,15 @@ def with_checkpointing(model: Any) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
 
+def layers_of(part: nn.Module) -> nn.ModuleList:
+    return next(child for child in part.modules() if isinstance(child, nn.ModuleList))
+
+
 def with_compiled_layers(backend: str, model: Any) -> None:
     """As docs/behaviour.md says it."""
     for part in (VISION_TOWER, LANGUAGE_MODEL):
         for module in modules_of(model, part).values():
-            for layer in next(child for child in module.modules() if isinstance(child, nn.ModuleList)):
+            for layer in layers_of(module):
                 layer.compile(fullgraph=True, backend=backend)
 
 
@@ -238,7 +242,7 @@ def sharded_errors(reference: Reference, device: torch.device) -> tuple[float, f
     def shard(model: Any) -> None:
         mesh = torch.distributed.init_device_mesh(device.type, (1,))
         for module in modules_of(model, LANGUAGE_MODEL).values():
-            for layer in next(child for child in module.modules() if isinstance(child, nn.ModuleList)):
+            for layer in layers_of(module):
                 fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
 

@@ -7,40 +7,47 @@ and the like of every backbone: from then on checkpoints load without `trust_rem
 even with it. `import stts_hf` alone registers nothing.
 """
 
-import ast as _ast
+import functools as _functools
 import importlib as _importlib
-import pkgutil as _pkgutil
 import typing as _typing
 
 from stts_hf.versions import __version__ as __version__
 
-# The module of each public name; the stub lists them once, for type checkers too.
-_MODULES = {
-    alias.name: node.module
-    for node in _ast.parse(_pkgutil.get_data(__name__, "__init__.pyi")).body
-    if isinstance(node, _ast.ImportFrom)
-    for alias in node.names
-    if not alias.name.startswith("_")
-}
-
 _EXTRAS = {"datasets": "train", "peft": "train", "pyarrow": "train", "trl": "trl"}
 
-__all__ = list(_MODULES)
+
+@_functools.cache
+def _modules() -> dict[str, str]:
+    """The module of each public name, as the stub lists them, which type checkers read too."""
+    import ast
+    import pkgutil
+
+    stub: _typing.Any = pkgutil.get_data(__name__, "__init__.pyi")
+    return {
+        alias.name: str(node.module)
+        for node in ast.parse(stub).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if not alias.name.startswith("_")
+    }
 
 
 def __getattr__(name: str) -> object:
+    if name == "__all__":
+        return list(_modules())
     if name == "VideoAnswer":
         import warnings
 
         warnings.warn("stts_hf.VideoAnswer is now stts_hf.Answer.", DeprecationWarning, stacklevel=2)
         name = "Answer"
-    if name not in _MODULES:
+    module = _modules().get(name)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _importlib.import_module(f"{__name__}.versions").check_versions()
-    if _MODULES[name].startswith("modeling."):
+    if module.startswith("modeling."):
         _importlib.import_module(f"{__name__}.auto_classes").register_auto_classes()
     try:
-        return getattr(_importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        return getattr(_importlib.import_module(f"{__name__}.{module}"), name)
     except ModuleNotFoundError as error:
         missing: _typing.Any = error
         while missing.name is None and isinstance(missing.__cause__, ModuleNotFoundError):  # within transformers
@@ -53,4 +60,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, "__version__"])
+    return sorted([*_modules(), "__version__"])

@@ -191,8 +191,8 @@ class VideoAssistant:
             options: `max_new_tokens` (64), `processing`, and what says how many blocks stay.
 
         Raises:
-            TypeError, ValueError: nothing is dropped of the video; `at` is behind its end; `expected` is
-                no text; and as `answer`.
+            TypeError: `expected` is not a text; and as `answer`.
+            ValueError: nothing is dropped of the video; `at` is behind its end; and as `answer`.
         """
         check_one_video(video)
         return explain(Reading(self.model, self.processor, video, question, expected=expected, **options), at)

@@ -118,7 +118,8 @@ class Clip:
         rule, pruning_ratio: those that the video was read with; the ratio is None with a threshold or a budget.
 
     Raises:
-        TypeError, ValueError: the video cannot be read; an option is none of reading, or out of range.
+        TypeError: an option is for `generate`, not for reading a video.
+        ValueError: the video cannot be read, or an option is out of range.
     """
 
     def __init__(
