@@ -101,7 +101,8 @@ class FlatTower(PruningTower):
             videos = zip(states.split(sizes), grids, strict=True)
             return torch.cat([video.repeat(frames, 1) for video, (frames, _, _) in videos])
 
-        places, *tables = (states.to(pixel_values.device) for states in self.place_patches(grids))
+        on_host = self.place_patches(grids)
+        places, *tables = (states.to(pixel_values.device, non_blocking=True) for states in on_host)
         hidden_states = self.patch_embed.proj(pixel_values) if drops else self.patch_embed(pixel_values)
         rotary = self.rotary_pos_emb(hidden_states, places)
         if tables:

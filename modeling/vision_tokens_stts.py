@@ -71,6 +71,14 @@ def make_mask(
     tokens = pruned.tokens
     samples, padding_mask, types = tokens.sample_ids, tokens.padding_mask, tokens.mm_token_type_ids
     assert padding_mask is not None  # `gather_tokens` makes it
+    if tokens.shape[-1] == 1 and samples is None and text_config._attn_implementation != "flex_attention":
+        # What follows a cache sees all of it. Where nothing is hidden, no mask keeps attention's fast kernels.
+        return create_causal_mask(
+            config=text_config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=padding_mask,
+            past_key_values=past_key_values,
+        )
     # Always given: a plain causal mask may be left out, and gaps in the positions then look like packed samples.
     blocks = torch.full_like(pruned.kept_indices, -1)
     if types is not None:

@@ -11,6 +11,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from stts_hf.benchmark.presets import Workload
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
+from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
 from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
@@ -49,7 +50,7 @@ def _qwen3_vl(
 ) -> Any:
     """vision: width, layers, heads. build: the configuration's class; Qwen3.5's rotates a quarter of a head."""
     width, layers, heads = vision
-    rotated = 0.25 if build is STTSQwen3_5Config else 1.0
+    rotated = 0.25 if build in (STTSQwen3_5Config, STTSQwen3_5MoeConfig) else 1.0
     half = int(rotated * text["head_dim"]) // 2
     sections = [half - 2 * (5 * half // 16), *[5 * half // 16] * 2]  # as (24, 20, 20) of 64
     rope = {**text["rope_parameters"], "mrope_section": sections, "mrope_interleaved": True}
@@ -108,9 +109,12 @@ _SO400M = ((1152, 4304, 25, 16, 72), 3, (24, 18))  # Molmo2 uses 25 of the origi
 _QWEN_4B = ((1024, 24, 16), 3, (5, 11, 17))
 _TEXT_4B = _text((2560, 9728, 36, 32, 8), 151936)
 _QWEN_SMALL = ((128, 6, 2), 0, (1, 2, 4))
-# A quarter of the width and experts of Qwen3-VL-30B-A3B, of which as many are used; a quarter of Qwen3.5-4B's width.
-_TEXT_MOE = _text((512, 1536, 4, 8, 1)) | {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
+# A quarter of the width and experts of Qwen3-VL-30B-A3B, of which as many are used; a quarter of Qwen3.5-4B's width,
+# and the same with experts.
+_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
+_TEXT_MOE = _text((512, 1536, 4, 8, 1)) | _EXPERTS
 _TEXT_3_5 = _text((640, 2304, 4, 8, 2)) | {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+_TEXT_3_5_MOE = _TEXT_3_5 | _EXPERTS | {"shared_expert_intermediate_size": 192}
 _NO_TEXT = (96, 2, 4, 2)  # of a text model as small as it can be, where only the tower is measured
 # Smaller towers keep the share of dense layers: 2 of 13, or 1 of 6, are nearly 4 of 25. Qwen3-VL-4B has 364 blocks per
 # tubelet of 720p in 64 frames under the processor's pixel budget, 91 in 256 frames.
@@ -129,6 +133,7 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3-vl-small-long": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _text((640, 2432, 3, 4, 1))),
     "qwen3-vl-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _TEXT_MOE, STTSQwen3VLMoeConfig),
     "qwen3-5-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5, STTSQwen3_5Config),
+    "qwen3-5-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5_MOE, STTSQwen3_5MoeConfig),
     "smolvlm2-tiny": Geometry((3, 3), _smolvlm, (32, 6, 4), 1, _text((48, 96, 3, 4, 2), 512, 16), 96, 2),
     "smolvlm2-500m": Geometry((8, 8), _smolvlm, (768, 12, 12), 3, _text((960, 2560, 32, 15, 5), 49280, 64)),
     "smolvlm2-small": Geometry((8, 8), _smolvlm, (384, 6, 6), 1, _text((576, 1536, 12, 9, 3), head_dim=64)),

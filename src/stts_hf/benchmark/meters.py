@@ -79,12 +79,22 @@ FORMULAS = {
 } | {torch.ops.aten._grouped_mm: grouped_flops}  # noqa: SLF001
 
 
+class Untracked(contextlib.nullcontext[None]):
+    """Instead of PyTorch's tracker of modules, whose hooks keep what gradient checkpointing recomputes in memory."""
+
+    parents = ("Global",)
+
+    def __exit__(self, *_: object) -> None:
+        """Called without arguments."""
+
+
 class FlopClock(Clock):
     """Reads FLOPs instead of seconds, while its `counter` is entered."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self.counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+        self.counter.mod_tracker = Untracked()  # type: ignore[assignment]
 
     def read(self) -> int:
         return self.counter.get_total_flops()

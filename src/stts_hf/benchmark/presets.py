@@ -135,9 +135,13 @@ PRESETS = {
         ),
         Preset(
             "qwen-more-small",
-            "Qwen3-VL-30B-A3B and Qwen3.5-4B scaled down: prompt. On a CPU, Qwen3.5's recurrence is a Python loop",
-            "2 min, 2 GB on 2 CPU cores",
-            tuple(replace(_QWEN_SMALL, geometry=name, frames=32) for name in ("qwen3-vl-moe-small", "qwen3-5-small")),
+            "Qwen3-VL-30B-A3B, Qwen3.5-4B and one with experts, scaled down: prompt. On a CPU, Qwen3.5's recurrence is "
+            "a Python loop",
+            "3 min, 2 GB on 2 CPU cores",
+            tuple(
+                replace(_QWEN_SMALL, geometry=f"{name}-small", frames=32)
+                for name in ("qwen3-vl-moe", "qwen3-5", "qwen3-5-moe")
+            ),
         ),
         Preset(
             "smolvlm",
