@@ -23,7 +23,7 @@ from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .checks import describe
 from .options import parse
-from .runner import RESULT, UNFINISHED
+from .runner import RESULT, UNFINISHED, WORK
 
 TINY = Path("hub_configs/stts-tiny")
 QUESTION, RATIOS = "What moves in this video?", (0.0, 0.5, 0.7)
@@ -103,11 +103,14 @@ def main() -> None:
     model, processor = make_model(arguments.size, arguments.device)
     about = f"{number} videos of {seconds:g} s and {pixels[1]} x {pixels[0]} pixels, {at_once} at once, "
     about += f"{new_tokens} new tokens, {workers} decoding processes, random weights."
+    sample = arguments.folder.parent / WORK / f"sample-{arguments.size}.mp4"
+    if not sample.exists():  # a minute at full size
+        sample.parent.mkdir(exist_ok=True)
+        write_sample_clip(sample, seconds=seconds, size=pixels)
     with tempfile.TemporaryDirectory() as folder:
         clips = [Path(folder, f"{index}.mp4") for index in range(number)]
-        write_sample_clip(clips[0], seconds=seconds, size=pixels)
-        for clip in clips[1:]:
-            shutil.copy(clips[0], clip)
+        for clip in clips:
+            shutil.copy(sample, clip)
         measure(model, processor, clips[:at_once], 0.0, arguments.size)  # what is done for the first time
         rows: list[dict[str, Any]] = []
         result = {**describe("Throughput of predict", arguments.device), "about": about, "rows": rows}
