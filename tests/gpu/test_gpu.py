@@ -1,12 +1,15 @@
 """`make gpu`: its parts, its page, and the whole of it on a CPU."""
 
+import functools
 import importlib.util
+import inspect
 import json
 import os
 import re
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +17,7 @@ import torch
 
 from examples.gpu import __main__ as gpu
 from examples.gpu.backbones import released_workloads
-from examples.gpu.checks import Check, relative_error, run_check, run_checks
+from examples.gpu.checks import GOES_ON, Check, passed_earlier, relative_error, run_check, run_checks
 from examples.gpu.page import PAPER, left_out, page, wrong
 from examples.gpu.runner import Outcome, Part
 from stts_hf.benchmark.presets import PRESETS
@@ -105,7 +108,7 @@ def test_a_check_that_differs_or_raises_is_a_row_of_its_own():
     assert row(lambda: (0.05, 0.15))["state"] == "ok"
     assert row(lambda: (0.15, None))["state"] == "differs"
     assert row(lambda: (0.05, 0.25))["state"] == "differs"
-    assert row(fail)["reason"] == "RuntimeError: no kernel"
+    assert re.fullmatch(r"RuntimeError, test_gpu.py:\d+: no kernel", row(fail)["reason"])
     assert relative_error(torch.tensor([1.0, torch.nan]), torch.ones(2)) == float("inf")
 
 
@@ -139,6 +142,62 @@ def test_a_call_goes_on_where_the_time_of_the_last_one_was_up(tmp_path):
     found = json.loads((tmp_path / "result.json").read_text())["checks"]
     assert [row["state"] for row in found] == ["ok", "differs", "ok"]
     assert not (tmp_path / "unfinished.json").exists()
+
+
+@pytest.mark.parametrize(("now", "kept"), [({"torch": "2", "flash-attn": "2"}, True), ({"torch": "3"}, False)])
+def test_rows_that_were_right_stay_where_a_package_came_but_not_where_one_changed(now, kept, tmp_path):
+    about = {"title": "a", "device": "b", "versions": {"torch": "2"}}
+    row = {"name": "one", "dtype": "float32", "state": "ok"}
+    (tmp_path / "unfinished.json").write_text(json.dumps({**about, "checks": [row]}))
+    assert passed_earlier(tmp_path, about | {"versions": now}) == ({("one", "float32"): row} if kept else {})
+
+
+def test_after_a_row_that_ended_the_context_a_new_process_goes_on_with_the_next(tmp_path, monkeypatch):
+    ran: list[str] = []
+
+    def run_all() -> None:
+        def run(name: str) -> tuple[float, None]:
+            ran.append(name)
+            if name == "asserts":
+                raise RuntimeError("CUDA error: device-side assert triggered")
+            return 0.0, None
+
+        rows = [Check(name, torch.float32, partial(run, name), (0.1, 0.1)) for name in ("right", "asserts", "last")]
+        run_checks(rows, torch.device("cpu"), tmp_path, {"title": "a", "device": "b", "versions": {}})
+
+    def begin_anew(*command: object) -> None:
+        assert command == (sys.executable, sys.orig_argv)
+        raise SystemExit
+
+    monkeypatch.setattr("os.execv", begin_anew)
+    monkeypatch.setattr("examples.gpu.checks.has_ended", lambda device: ran[-1] == "asserts")
+    monkeypatch.setenv(GOES_ON, "")
+    monkeypatch.delenv(GOES_ON)  # remembered, so that what the code sets is taken away again
+    with pytest.raises(SystemExit):
+        run_all()
+    run_all()
+    assert ran == ["right", "asserts", "last"]
+    found = json.loads((tmp_path / "result.json").read_text())["checks"]
+    assert [row["state"] for row in found] == ["ok", "failed", "ok"]
+
+
+@pytest.mark.slow
+def test_the_reference_of_a_recurrent_model_needs_no_kernels(monkeypatch):
+    from examples.gpu import paths
+
+    reference = paths.make_reference("qwen3_5", paths.workload_of("qwen3_5", "tiny"))
+    native = sys.modules[type(reference.model.model.language_model).__module__]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("Pointer argument (at 0) cannot be accessed from Triton (cpu tensor?)")
+
+    for name in paths.KERNELS:
+        kernel = functools.wraps(inspect.unwrap(getattr(native, name)))(partial(refuse))
+        monkeypatch.setattr(native, name, kernel)
+    with pytest.raises(ValueError, match="Triton"):
+        paths.compute(reference.model, reference.inputs)
+    assert reference.computed[1]
+    assert reference.tokens.shape[1] == paths.NEW_TOKENS
 
 
 def test_carried_packages_stay_on_the_path_of_parts():

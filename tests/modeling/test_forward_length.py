@@ -186,3 +186,18 @@ def test_a_cache_filled_with_filler_goes_on_in_the_callers_positions(model):
 def test_generate_refuses_it():
     with pytest.raises(ValueError, match="`pruned_length` is for training"):
         tiny_model().generate(**build_inputs([ROWS[0]]), pruned_length=60, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("rows", [ROWS[:1], ROWS], ids=["nothing_hidden", "padded"])
+def test_a_token_behind_a_cache_has_a_mask_only_where_something_is_hidden(rows, monkeypatch):
+    """A mask keeps attention from its fast kernels, and a decoding step needs none otherwise."""
+    model, inputs = tiny_model(), build_inputs(rows, padding_side="left")
+    masks = returned_by(modeling_stts, "make_mask", monkeypatch)
+    cache = model(**inputs, pruning_ratio=0.5).past_key_values
+    model(input_ids=inputs["input_ids"][:, -1:], past_key_values=cache)
+    before, of_step = masks
+    assert before is not None
+    if len(rows) == 1:
+        assert of_step is None
+    else:
+        assert (of_step[:, 0, 0, :-1].sum(-1) == (cache.layers[-1].kept_indices[:, :-1] >= 0).sum(-1)).all()

@@ -6,10 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from stts_hf.benchmark.geometries import workload_inputs
 from stts_hf.benchmark.measure import Runner
-from stts_hf.benchmark.meters import CONNECTOR, LANGUAGE_MODEL, SEQUENCE, TOTAL, VISION_TOWER, FlopClock
+from stts_hf.benchmark.meters import (
+    CONNECTOR,
+    LANGUAGE_MODEL,
+    SEQUENCE,
+    TOTAL,
+    VISION_TOWER,
+    Clock,
+    FlopClock,
+    peak_memory,
+)
 from stts_hf.benchmark.models import Models, build_models, configure
 from stts_hf.benchmark.presets import Workload
 from tests.backbones import MIXTURES, Clip
@@ -87,3 +97,17 @@ def test_the_stages_make_the_whole():
         found = count(dataclasses.replace(QWEN, mode="inference"), ratio)
         assert found[TOTAL] == found[VISION_TOWER] + found[CONNECTOR] + found[SEQUENCE] + found[LANGUAGE_MODEL]
         assert found[CONNECTOR] > 0 == found[SEQUENCE]
+
+
+def test_counting_keeps_nothing_that_gradient_checkpointing_gives_up():
+    """PyTorch's own counter does: by it, a step on a GPU took twice its memory, and did not fit."""
+    deep = dataclasses.replace(MOLMO2, mode="training", checkpointing=True, frames=32)
+    runner, counted = runner_of(deep), FlopClock()
+    runner.run(None, Clock(CPU))  # what is kept for later calls
+    _, peak = peak_memory(lambda: runner.run(None, Clock(CPU)), CPU)
+    with counted.counter:
+        _, of_count = peak_memory(lambda: runner.run(None, counted), CPU)
+    assert of_count < 1.1 * peak
+    with FlopCounterMode(display=False):
+        _, of_pytorch = peak_memory(lambda: runner.run(None, Clock(CPU)), CPU)
+    assert of_pytorch > 2 * peak
