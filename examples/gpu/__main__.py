@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from .backbones import CONFIGS, is_released, sizes_of
+from .backbones import CONFIGS, is_released, lacking, sizes_of
 from .options import SIZES
 from .page import left_out, page, wrong
 from .runner import Part, read_results, run_parts
@@ -42,7 +42,10 @@ def list_parts(device: str, size: str) -> list[Part]:
     both = ", prompt and training step" if size == "tiny" else ", prompt"
     table: list[tuple[str, str, str, list[str], str]] = [
         ("kernels", "a", "attention kernels against float32 on the CPU", ["kernels"], ""),
-        *((f"paths-{it}", "a", f"{it} by every path against float32 on the CPU", ["paths", it], "") for it in CONFIGS),
+        *(
+            (f"paths-{it}", "a", f"{it} by every path against float32 on the CPU", ["paths", it], lacking(it))
+            for it in CONFIGS
+        ),
         ("molmo2", "b", f"Molmo2-4B at the paper's shapes{both}", ["shapes", "molmo2"], ""),
         ("molmo2-training", "b", "the same, training step", ["shapes", "molmo2-training"], ""),
         ("qwen", "b", f"Qwen3-VL-4B{both}", ["shapes", "qwen"], ""),

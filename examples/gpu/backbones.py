@@ -1,5 +1,6 @@
 """Every backbone of the package and its sizes: geometries of the benchmark, and presets that take any frame size."""
 
+import contextlib
 import functools
 import json
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForImageTextToText
 
 from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
@@ -24,7 +26,10 @@ NEEDS = {"inference": 2 / 0.8, "training": 8 / 0.6}
 
 @functools.cache
 def configs() -> dict[str, Any]:
-    """Of every geometry. Presets of towers that take any frame size are added to `GEOMETRIES`."""
+    """
+    Of every geometry, but of backbones that this transformers is too old for. Presets of towers that take any frame
+    size are added to `GEOMETRIES`.
+    """
     by_type = {config.model_type: config for config in MODEL_CLASSES}
     for path in HUB.glob("*/config.json"):
         written = json.loads(path.read_text())
@@ -32,7 +37,16 @@ def configs() -> dict[str, Any]:
             grid = TINY_GRID if path.parent.name.endswith("-tiny") else GRID
             load = by_type[written["model_type"]].from_pretrained
             GEOMETRIES[path.parent.name] = Geometry(grid, load, str(path.parent))
-    return {size: geometry.config() for size, geometry in GEOMETRIES.items()}
+    found = {}
+    for size, geometry in GEOMETRIES.items():
+        with contextlib.suppress(ImportError):
+            found[size] = geometry.config()
+    return found
+
+
+def lacking(name: str) -> str:
+    """Why a backbone, a key of `CONFIGS`, cannot run here."""
+    return "" if sizes_of(name) else f"transformers {transformers.__version__} is too old for it"
 
 
 def sizes_of(name: str) -> list[str]:
