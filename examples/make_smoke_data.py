@@ -1,10 +1,14 @@
-"""Makes a few moving clips and rows about them: data to try a training on. Usage: make_smoke_data.py FOLDER [CLIPS]"""
+"""
+Makes a few moving clips and rows about them: data to try a training on.
+
+Usage: python -m examples.make_smoke_data FOLDER [CLIPS]
+"""
 
 import json
 import sys
 from pathlib import Path
 
-from stts_hf.visualize.sample_clip import write_sample_clip
+from examples.clips.sample_clip import draw_sample_clip
 
 QUESTIONS = {
     "What is moving?": "A ring.",
@@ -23,7 +27,7 @@ def make_smoke_data(folder: Path | str, clips: int = 6) -> Path:
     rows = []
     for number in range(clips):
         name = f"clip_{number:03d}.mp4"
-        write_sample_clip(folder / name, seconds=3 + number % 3, fps=8, size=(96 + 16 * (number % 2), 128))
+        draw_sample_clip(folder / name, seconds=3 + number % 3, fps=8, size=(96 + 16 * (number % 2), 128))
         question, answer = list(QUESTIONS.items())[number % len(QUESTIONS)]
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
         rows.append({"id": f"clip-{number}", "videos": [name], "messages": messages})

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import TINY
 from tests.conftest import REPOSITORY
 from tests.hub_server import LoopbackHub
@@ -89,7 +88,6 @@ def test_the_wheel_made_of_the_sdist_is_the_same(source, wheel, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_installed_does_its_work_without_the_checkout(installed, tmp_path):
-    write_sample_clip(tmp_path / "clip.mp4")
     shutil.copytree(TINY, tmp_path / "tiny")  # follows links
     with LoopbackHub() as hub:
         environment = hub.environment(tmp_path / "home")
@@ -102,6 +100,7 @@ def test_what_is_installed_does_its_work_without_the_checkout(installed, tmp_pat
             assert ran.returncode == 0, ran.stderr
             return ran.stdout
 
+        run("python", "-m", "stts_hf.visualize.sample_clip", "clip.mp4")
         assert run("python", "-c", USE, str(REPOSITORY), *PACKAGES).strip() == "right"
         assert "answer:       right" in run(
             "stts-hf", "run", "clip.mp4", "Which way does the red ring move?", "--checkpoint", "tiny"

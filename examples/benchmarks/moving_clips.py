@@ -7,7 +7,8 @@ import numpy as np
 import torch
 
 from stts_hf.modeling.scoring_stts import num_kept_blocks, select_blocks
-from stts_hf.visualize.drawing import COLOURS, draw_background, draw_shape
+
+from ..clips.drawing import COLOURS, draw_background, draw_shape
 
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
 SNOW = 60.0  # standard deviation, of 255

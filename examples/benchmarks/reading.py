@@ -24,7 +24,8 @@ from stts_hf.benchmark.meters import TOTAL
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor, sample_times
 from stts_hf.modeling.video_reading_stts import VideoFile
 from stts_hf.video.processors import measure
-from stts_hf.visualize.sample_clip import write_sample_clip
+
+from ..clips.sample_clip import draw_sample_clip
 
 PYAV, OURS, PREPROCESSED = "transformers (PyAV)", "stts_hf", "stts_hf, resized and cut into patches"
 READERS = (PYAV, OURS, PREPROCESSED)
@@ -50,7 +51,7 @@ def measure_clip(seconds: float, repeats: int, frames: int = 64, size: tuple[int
     with tempfile.TemporaryDirectory() as folder:
         path, piece = f"{folder}/video.mp4", f"{folder}/piece.mp4"
         drawn = min(seconds, DRAWN_SECONDS)
-        write_sample_clip(piece, seconds=drawn, fps=FPS, size=size)
+        draw_sample_clip(piece, seconds=drawn, fps=FPS, size=size)
         repeat_clip(piece, path, math.ceil(seconds / drawn))
         chosen = _read_in_new_process(OURS, path, frames, [])
 

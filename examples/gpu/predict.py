@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
+from examples.clips.sample_clip import draw_sample_clip
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
 from stts_hf.benchmark.geometries import GEOMETRIES
 from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import ask_about
-from stts_hf.visualize.sample_clip import write_sample_clip
 
 from .checks import describe
 from .options import parse
@@ -106,7 +106,7 @@ def main() -> None:
     sample = arguments.folder.parent / WORK / f"sample-{arguments.size}.mp4"
     if not sample.exists():  # a minute at full size
         sample.parent.mkdir(exist_ok=True)
-        write_sample_clip(sample, seconds=seconds, size=pixels)
+        draw_sample_clip(sample, seconds=seconds, size=pixels)
     with tempfile.TemporaryDirectory() as folder:
         clips = [Path(folder, f"{index}.mp4") for index in range(number)]
         for clip in clips:

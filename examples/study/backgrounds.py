@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from stts_hf.visualize import drawing
+from ..clips import drawing
 
 # By style: what is trained on in the one is not seen in the other. Package, and the file in it.
 PHOTOGRAPHS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stts_hf.visualize import drawing
+from ..clips import drawing
 
 KINDS = {
     "plain": ("snow", "flicker", "pan", "shake", "background", "grain"),

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stts_hf.visualize import drawing
-from stts_hf.visualize.drawing import COLOURS as COLOURS
-
+from ..clips import drawing
+from ..clips.drawing import COLOURS as COLOURS
 from .backgrounds import draw_background
 from .distraction import BEHIND, OVER, Effect, paint
 

@@ -5,7 +5,7 @@ import pytest
 
 from examples.benchmarks import reading
 from examples.benchmarks.reading import OURS, PREPROCESSED, PYAV, read_once, repeat_clip
-from stts_hf.visualize.sample_clip import write_sample_clip
+from examples.clips.sample_clip import draw_sample_clip
 from tests.clips import read_clip
 
 SMALL = (64, 96)
@@ -14,7 +14,7 @@ SMALL = (64, 96)
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    write_sample_clip(path, seconds=2.0, fps=25, size=SMALL)
+    draw_sample_clip(path, seconds=2.0, fps=25, size=SMALL)
     return path
 
 

@@ -64,7 +64,7 @@ if not any(Path("/dev").glob("nvidia*")):
 def answers(tmp_path_factory) -> dict[str, tuple[int, str, bool]]:
     """Of each of `WRONG`, and of no command at all: exit status, output, whether PyTorch was loaded."""
     folder = tmp_path_factory.mktemp("here")
-    write_sample_clip(folder / "clip.mp4", seconds=0.5, fps=8, size=(64, 64))
+    write_sample_clip(folder / "clip.mp4")
     (folder / "notes.mp4").write_text("no video\n")
     (folder / "others").mkdir()
     (folder / "others" / "link.md").symlink_to("/etc/hostname")

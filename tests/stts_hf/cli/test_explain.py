@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from stts_hf.visualize.sample_clip import write_sample_clip
+from examples.clips.sample_clip import draw_sample_clip
 from tests.checkpoints import TINY
 from tests.stts_hf.visualize.test_html_report import Page
 
@@ -14,7 +14,7 @@ LOST = ("Which letter flashes up?", "--expected", "H", "--pruning-ratio", "0.9",
 @pytest.fixture
 def explain(tmp_path, captured, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_sample_clip("clip.mp4", size=(96, 96))
+    draw_sample_clip("clip.mp4", size=(96, 96))
     return lambda *words: captured(["explain", *words, "--checkpoint", str(TINY), "--max-new-tokens", "4"])
 
 

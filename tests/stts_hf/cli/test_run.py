@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from examples.clips.sample_clip import draw_sample_clip
 from stts_hf.cli.main import main
-from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import ALL_TINIES, OTHERS, QWENS
 
 # 2 seconds at 4 frames per second, and the last frame: 0, 0.2, 0.5, 0.7, ... 1.7 s and the end.
@@ -21,7 +21,7 @@ NUM_FRAMES, NUM_TOKENS = 9, 9 * 16
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    write_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
+    draw_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
     return path
 
 

@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 from transformers import AutoModelForMultimodalLM, AutoProcessor
 
+from examples.clips.sample_clip import draw_sample_clip
 from stts_hf.benchmark.models import stock_twin
 from stts_hf.cli.main import main
 from stts_hf.inference.engine import answer_videos
-from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.checkpoints import ALL_TINIES, EVERY, load_tiny
 from tests.small_disk import small_disk
 from tests.stts_hf.visualize.test_html_report import Page
@@ -30,7 +30,7 @@ PER_SELECTOR = ("contact_sheet.{}.png", "overlay.{}.mp4")
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("clips") / "clip.mp4"
-    write_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
+    draw_sample_clip(path, seconds=2.0, fps=10, size=(64, 96))
     return path
 
 

@@ -112,9 +112,9 @@ def test_an_answer_that_no_setting_gives_is_not_looked_for_among_blocks(tiny, me
 
 
 def test_a_moment_between_frames_was_never_sampled(tiny, tmp_path):
-    from stts_hf.visualize.sample_clip import write_sample_clip
+    from examples.clips.sample_clip import draw_sample_clip
 
-    write_sample_clip(tmp_path / "clip.mp4", size=(96, 96))
+    draw_sample_clip(tmp_path / "clip.mp4", size=(96, 96))
     options: dict[str, Any] = {"processing": {"num_frames": 3}, **NEW}
     found = tiny.explain(str(tmp_path / "clip.mp4"), "Which letter flashes up?", expected="H", at=1.0, **options)
     assert (found.cause, found.moment) == ("not sampled", (1.0,))

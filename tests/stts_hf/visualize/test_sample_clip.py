@@ -1,29 +1,58 @@
-"""The clip of the demo: it decodes, its background holds still, and something moves in it."""
+"""The shipped clip is what the generator draws, and is copied to where a user asks for it."""
+
+import subprocess
+import sys
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from examples.clips.sample_clip import sample_frames
 from stts_hf.visualize.sample_clip import write_sample_clip
 from tests.clips import decode_everything
 
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    path = tmp_path_factory.mktemp("clip") / "clip.mp4"
-    write_sample_clip(path, seconds=2.0, fps=25, size=(180, 320))
-    return decode_everything(path)
+BLOCK = 8
 
 
-def test_something_moves_in_every_frame_before_a_still_background(clip):
-    pictures = np.stack(clip[1]).astype(int)
-    assert (pictures.shape, clip[2]) == ((50, 180, 320, 3), 2)
-    # Right of where the letter flashes up, above the ring and left of the square: noise and compression alone.
-    still = pictures[:, 5:50, 110:220]
-    assert np.abs(still - still[0]).mean() < 4
-    assert (np.abs(np.diff(pictures, axis=0)).max(axis=(1, 2, 3)) > 50).all()
+def block_means(frames: list[np.ndarray]) -> np.ndarray:
+    """Colours of blocks of 8 x 8 pixels."""
+    height, width = frames[0].shape[:2]
+    blocks = np.stack(frames).astype(float).reshape(len(frames), height // BLOCK, BLOCK, width // BLOCK, BLOCK, 3)
+    return blocks.mean((2, 4))
 
 
-def test_same_pictures_every_time(clip, tmp_path):
-    write_sample_clip(tmp_path / "again.mp4", seconds=2.0, fps=25, size=(180, 320))
-    again = decode_everything(tmp_path / "again.mp4")[1]
-    assert all(np.array_equal(one, other) for one, other in zip(clip[1], again, strict=True))
+def test_the_shipped_clip_shows_what_the_generator_draws(tmp_path):
+    write_sample_clip(tmp_path / "clip.mp4")
+    times, frames, duration = decode_everything(tmp_path / "clip.mp4")
+    assert (times, duration) == ([Fraction(number, 8) for number in range(31)], Fraction(31, 8))
+    drawn = list(sample_frames((number / 8 for number in range(31)), 3.875, 360, 360))
+    # H.264 is lossy and halves the resolution of colours, so that pixels at edges are up to 90 of 255 away; their mean
+    # over a block is at most 5 away. From one frame to the next some block changes by more than 90.
+    assert np.abs(block_means(frames) - block_means(drawn)).max() < 8
+
+
+def test_a_copy_replaces_what_was_there(tmp_path):
+    (tmp_path / "CLIP.MP4").write_text("of before")
+    write_sample_clip(tmp_path / "CLIP.MP4")
+    write_sample_clip(str(tmp_path / "clip.mp4"))
+    assert (tmp_path / "CLIP.MP4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
+
+
+def test_another_suffix_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"path must end in \.mp4, got '.*clip\.mkv': choose a name such as clip\.mp4"):
+        write_sample_clip(tmp_path / "clip.mkv")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_missing_folder_is_not_made(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        write_sample_clip(tmp_path / "missing" / "clip.mp4")
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("words", [[], ["clip.mp4", "8"]], ids=["nothing", "two"])
+def test_the_command_takes_one_path(words, tmp_path):
+    command = [sys.executable, "-m", "stts_hf.visualize.sample_clip", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "Usage: python -m stts_hf.visualize.sample_clip CLIP.mp4\n")
+    assert not any(tmp_path.iterdir())
