@@ -15,9 +15,9 @@ from typing import Any
 
 from PIL import Image
 
+from examples.clips.files import write_video
 from examples.clips.sample_clip import sample_frames
 from stts_hf.cli.main import main as stts_hf
-from stts_hf.visualize.clip_files import write_video
 from stts_hf.visualize.sample_clip import write_sample_clip
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -5,9 +5,8 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from stts_hf.visualize.clip_files import write_video
-
 from .drawing import COLOURS, draw_background, draw_shape
+from .files import write_video
 
 # Start and end (fractions of the clip), shape, colour, radius and centre.
 FLASHES = (

@@ -23,8 +23,8 @@ from PIL import Image
 from stts_hf.checkpoints.atomic_folder import atomic_folder
 from stts_hf.data.prompts import choice_messages
 from stts_hf.modeling.video_processing_stts import sample_indices
-from stts_hf.visualize.clip_files import write_video
 
+from ..clips.files import write_video
 from .backgrounds import PHOTOGRAPHS, read_photograph
 from .distraction import KINDS, Look
 from .questions import (

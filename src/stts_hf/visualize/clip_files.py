@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -12,18 +12,14 @@ import numpy as np
 TICKS = 90_000  # per second, of frames that come with times of their own
 
 
-def write_video(path: str | os.PathLike, frames: Iterable[np.ndarray], fps: float, **options: str) -> None:
-    """Writes frames, uint8 (height, width, 3) of even sizes, as H.264, or else MPEG-4. options: of the encoder."""
-    with video_writer(path, fps, options) as write:
-        for frame in frames:
-            write(frame)
-
-
 @contextlib.contextmanager
 def video_writer(
     path: str | os.PathLike, fps: float, options: Mapping[str, str], container_options: Mapping[str, str] | None = None
 ) -> Iterator[Callable[..., None]]:
-    """Gives `write(frame, start, end)`, seconds on screen, or `1 / fps` each; arguments as in `write_video`."""
+    """
+    Gives `write(frame, start, end)`: a frame, uint8 (height, width, 3) of even sizes, and seconds on screen, or
+    `1 / fps` each. Encodes as H.264, or else MPEG-4. options: of the encoder.
+    """
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     # With threads or lookahead, x264's output is not reproducible.
     options = {"threads": "1", "rc-lookahead": "0", **options}

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import stts_hf
+from examples.clips.files import write_video
 from stts_hf.inference import calibration
 from stts_hf.inference.calibration import Calibration
 from stts_hf.model_parts import SCORER, module_of
 from stts_hf.modeling.budget_stts import KeepRule
-from stts_hf.visualize.clip_files import write_video
 from tests.checkpoints import TINY, load_tiny
 
 NUMBER = 12

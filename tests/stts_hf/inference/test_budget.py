@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import stts_hf
+from examples.clips.files import write_video
 from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import ask_about, make_request
 from stts_hf.model_parts import SCORER, module_of
-from stts_hf.visualize.clip_files import write_video
 from tests.checkpoints import TINIES, TINY
 
 QUESTION = "What moves?"
