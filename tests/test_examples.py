@@ -110,6 +110,7 @@ def test_another_backbone(run_example, backbone):
     assert main(["doctor", str(output)]) == 0
 
 
+@pytest.mark.slow
 def test_smoke_configuration(monkeypatch, tmp_path, capsys):
     names = runpy.run_path(str(EXAMPLES / "make_smoke_data.py"))
     rows = names["make_smoke_data"](tmp_path / "data", clips=2)

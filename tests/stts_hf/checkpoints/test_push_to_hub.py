@@ -74,6 +74,7 @@ def train(clip: Path, output: Path, strategy: str, kind: str) -> dict[str, torch
     return trainer.model.state_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "kind"), [("end", "card"), ("checkpoint", "plain")])
 def test_trainer_pushes_a_whole_repository(hub, tmp_path, clip, strategy, kind):
     output = tmp_path / "run"

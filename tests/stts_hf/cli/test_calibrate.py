@@ -79,6 +79,7 @@ def test_the_model_keeps_the_asked_share_with_the_threshold_that_is_found(run, h
     assert not (TINY / "calibration.jsonl").exists()
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_was_stopped_and_scores_what_has_changed(run, here, monkeypatch):
     whole = run("--keep", "0.4")[1]
     lines = Path("calibration.jsonl").read_bytes().splitlines(keepends=True)
@@ -106,6 +107,7 @@ def test_it_goes_on_where_it_was_stopped_and_scores_what_has_changed(run, here, 
     assert "--scores calibration.jsonl holds answers of other settings: processing was" in err
 
 
+@pytest.mark.slow
 def test_write_changes_the_configs_alone_and_a_share_over_tokens_keeps_bounds(run, here):
     shutil.copytree(TINY, "mine")
     generation = Path("mine/generation_config.json")

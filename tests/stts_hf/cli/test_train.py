@@ -77,6 +77,7 @@ def test_earlier_run_is_not_mixed_with_a_new_one(whole, capsys):
     assert "holds checkpoint-1 of an earlier run. Pass --resume" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_resume_goes_on_where_the_run_stopped(whole, tmp_path):
     output = tmp_path / "out"
     shutil.copytree(whole.output, output)
@@ -175,6 +176,7 @@ def test_the_same_seed_draws_the_same_weights(data, tmp_path):
     assert all(torch.equal(tensor, found[1][name]) for name, tensor in found[0].items())
 
 
+@pytest.mark.slow
 def test_rows_are_packed_and_bad_ones_skipped(data, tmp_path, capsys):
     rows = write_rows(data.parent, [row(0), row(1), row(2), row(3, videos=["gone.mp4"])], f"{tmp_path.name}.jsonl")
     config = write_config(tmp_path, rows, tmp_path / "out")
@@ -197,6 +199,7 @@ def test_video_that_cannot_be_decoded_ends_the_run_by_its_id(data, tmp_path, cap
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_adapter_is_saved_reloaded_and_merged(data, tmp_path):
     peft = pytest.importorskip("peft")
     more = (

@@ -137,6 +137,7 @@ def test_without_a_trained_scorer_the_others_are_shown(run, processor, tmp_path,
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_an_address_that_is_allowed_is_downloaded_once(run, clip):
     asked: list[str] = []
 

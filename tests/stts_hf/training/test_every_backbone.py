@@ -121,6 +121,7 @@ def test_packed_rows_of_a_recurrent_text_model_are_refused_before_data_and_weigh
         STTSTrainer(tiny.model(), STTSTrainingArguments(output_dir=str(tmp_path)), train_dataset=packed)
 
 
+@pytest.mark.slow
 @of("qwen3_vl", "molmo2", "qwen2_5_vl", "smolvlm", "qwen3_5")
 def test_a_new_scorer_alone_learns_from_an_unpruned_stock_model(checkpoint, data, tmp_path):
     """The checkpoint's own weights, under the stock model's type."""

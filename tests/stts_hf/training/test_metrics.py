@@ -133,6 +133,7 @@ def test_predictions_and_labels_lie_side_by_side(tmp_path):
     assert 0 <= metrics["eval_accuracy"] <= 1
 
 
+@pytest.mark.slow
 def test_evaluation_during_training_leaves_the_logs_alone(tmp_path):
     plain = trainer(tmp_path, max_steps=4, logging_steps=2)
     plain.train()

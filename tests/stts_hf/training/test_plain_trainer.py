@@ -111,6 +111,7 @@ def by_accelerate(steps: int) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["Trainer", "accelerate"])
 def test_micro_batches_train_as_one_batch(by, tmp_path):
     """Rows of ragged lengths; one has no video."""

@@ -74,6 +74,7 @@ def test_names_of_saved_files_are_accepted_where_they_are_renamed(tmp_path):
         assert found is before  # what an optimizer holds
 
 
+@pytest.mark.slow
 def test_plain_trainer_resumes_with_the_weights_it_saved(tmp_path):
     settings: dict[str, Any] = {"use_cpu": True, "logging_steps": 1, "report_to": "none", "max_steps": 4}
     settings |= {"remove_unused_columns": False, "learning_rate": 1e-2, "save_steps": 2, "disable_tqdm": True}

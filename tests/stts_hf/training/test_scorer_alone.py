@@ -100,6 +100,7 @@ def test_the_trainers_gradients_are_those_of_the_whole_model(tmp_path):
     assert_gradients_equal(kept.gradients, scorer_gradients(model, model(**batch).temporal_loss))
 
 
+@pytest.mark.slow
 def test_it_falls_and_nothing_else_changes(tmp_path):
     """Of batches without labels; the language model is never called, in training and evaluation."""
     model = tiny_model(tiny_config(model_overrides={"temporal_loss_weight": 0.5}), trained_scorer=False)

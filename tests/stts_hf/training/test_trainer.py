@@ -100,6 +100,7 @@ def test_weights_spoilt_by_a_gradient_are_not_saved(tmp_path):
     assert last_checkpoint(tmp_path) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lora", "saved", "once", "use_reentrant"),
     # `once`: layers below the lowest weight that is trained, which do not run again.

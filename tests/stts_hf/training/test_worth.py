@@ -201,6 +201,7 @@ def test_the_scorer_learns_what_masks_cost_and_nothing_else_changes(tmp_path):
     assert len((tmp_path / FILES.format(0)).read_text().splitlines()) == 1 + len(CLIPS)
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_nothing_again(tmp_path, monkeypatch):
     first = run_of(tmp_path)
     first.train()

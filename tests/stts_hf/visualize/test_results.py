@@ -60,6 +60,7 @@ def run(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_run_ends_with_a_picture_and_looking_changes_no_weight(run, monkeypatch, capsys):
     status, drawn = run()
     assert status == 0
