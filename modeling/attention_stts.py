@@ -209,9 +209,8 @@ def padded_frames(
     if valid_queries is None:
         return output.transpose(1, 2).flatten(0, 1)
     slots = torch.arange(num_queries, device=output.device, dtype=bounds.dtype)
-    frame = (
-        torch.searchsorted(bounds, slots, right=True) - 1
-    )  # of all bounds: torch 2.11 compiles a slice of them wrong
+    # Over all bounds: torch 2.11 compiles a slice of them as if it were the whole.
+    frame = torch.searchsorted(bounds, slots, right=True) - 1
     return output[frame, :, slots - bounds[frame]]
 
 

@@ -101,8 +101,8 @@ class FlatTower(PruningTower):
             videos = zip(states.split(sizes), grids, strict=True)
             return torch.cat([video.repeat(frames, 1) for video, (frames, _, _) in videos])
 
-        on_host = self.place_patches(grids)
-        places, *tables = (states.to(pixel_values.device, non_blocking=True) for states in on_host)
+        on_host, device = self.place_patches(grids), pixel_values.device
+        places, *tables = (states.to(device, non_blocking=device.type == "cuda") for states in on_host)
         hidden_states = self.patch_embed.proj(pixel_values) if drops else self.patch_embed(pixel_values)
         rotary = self.rotary_pos_emb(hidden_states, places)
         if tables:

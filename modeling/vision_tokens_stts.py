@@ -72,7 +72,7 @@ def make_mask(
     samples, padding_mask, types = tokens.sample_ids, tokens.padding_mask, tokens.mm_token_type_ids
     assert padding_mask is not None  # `gather_tokens` makes it
     if tokens.shape[-1] == 1 and samples is None and text_config._attn_implementation != "flex_attention":
-        # What follows a cache sees all of it. Where nothing is hidden, no mask keeps attention's fast kernels.
+        # A token behind a cache sees all of it. transformers leaves out a mask that hides nothing, for faster kernels.
         return create_causal_mask(
             config=text_config,
             inputs_embeds=inputs_embeds,

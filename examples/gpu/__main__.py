@@ -12,8 +12,9 @@ import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -106,15 +107,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     # Tiny figures mean nothing, so parts may share the cores, one thread each: two threads of each would fight.
     at_once, threads = (2, {"OMP_NUM_THREADS": "1"}) if device == "cpu" else (1, {})
+    where = torch.cuda.get_device_name() if device == "cuda" else "a CPU; figures of this size mean nothing"
+    if device == "cuda" and (others := gpus_of(read_results(parts, folder)) - {where}):
+        parser.error(f"{folder} holds results of {others.pop()}, and this is {where}: RESULTS=outputs/gpu keeps apart")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the parts as Ctrl-C does
     outcomes = run_parts(parts, folder, 3600 * arguments.hours, ENVIRONMENT | threads, note, at_once)
     results = read_results(parts, folder)
-    where = torch.cuda.get_device_name() if device == "cuda" else "a CPU; figures of this size mean nothing"
     about = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}, {device}, size {arguments.size}: {where}."
     (folder / "gpu.md").write_text(page(outcomes, results, about))
     print((folder / "gpu.md").read_text())
     note(f"{folder / 'gpu.md'}: {len(left_out(outcomes, results))} left out, {len(wrong(outcomes, results))} failed")
     return 1 if wrong(outcomes, results) else 0
+
+
+def gpus_of(results: Mapping[str, Mapping[str, Any]]) -> set[str]:
+    """Names of the GPUs that results were measured on."""
+    return {it.get("machine", {}).get("gpu") or it["device"].removeprefix("cuda: ") for it in results.values()}
 
 
 def note(text: str) -> None:

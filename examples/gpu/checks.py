@@ -65,8 +65,8 @@ def run_checks(checks: Iterable[Check], device: torch.device, folder: Path, abou
 
 def passed_earlier(folder: Path, about: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     """
-    By name and dtype, the right rows of an unfinished result of the same device and versions; all rows of this call. A
-    package that came since leaves them as they are.
+    Rows with state "ok" of an unfinished result of the same device and versions, by name and dtype; after a restart,
+    all rows. Packages that were installed since do not matter.
     """
     with contextlib.suppress(OSError, ValueError, KeyError):
         result = json.loads((folder / UNFINISHED).read_text())

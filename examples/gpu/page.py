@@ -31,6 +31,13 @@ def speed_up(cell: Mapping[str, Any], ratio: float) -> tuple[float, float] | Non
     )
 
 
+def range_of(cell: Mapping[str, Any], ratio: float) -> str:
+    """Milliseconds of a variant's passes: "median (least to most)"."""
+    [seconds] = (it["stages"]["total"]["seconds"] for it in cell["variants"] if it["pruning_ratio"] == ratio)
+    middle, least, most = (1000 * of(seconds) for of in (statistics.median, min, max))
+    return f"{middle:.0f} ({least:.0f} to {most:.0f})"
+
+
 def memory(cell: Mapping[str, Any], ratio: float) -> str:
     """GiB of stock and pruned."""
     found = {variant["pruning_ratio"]: variant for variant in cell["variants"]}
@@ -66,16 +73,17 @@ def beside_paper(results: Results) -> str:
 
 
 def beside_evs(results: Results) -> str:
-    lines = ["| Qwen3-VL | k | speed-up over stock | FLOP ideal |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| Qwen3-VL | k | ms | speed-up over stock | FLOP ideal |", "| --- | ---: | ---: | ---: | ---: |"]
     for cell in rows_of(results, "evs"):
         name = "EVS, after the ViT" if cell["workload"]["selector"] == "evs" else "STTS, in the ViT"
         for ratio in cell["workload"]["ratios"]:
             if found := speed_up(cell, ratio):
                 lines.append(
-                    f"| {name}, {cell['workload']['selector']} | {ratio:g} | {found[0]:.2f}x | {found[1]:.2f}x |"
+                    f"| {name}, {cell['workload']['selector']} | {ratio:g} | {range_of(cell, ratio)} | "
+                    f"{found[0]:.2f}x | {found[1]:.2f}x |"
                 )
     if len(lines) == 2:
-        lines.append("| not measured | | | |")
+        lines.append("| not measured | | | | |")
     served = results.get("vllm", {})
     in_vllm = "In vLLM: not measured."
     if "rows" in served:

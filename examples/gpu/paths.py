@@ -146,7 +146,7 @@ def in_one_run(inputs: dict[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_kernels(model: Any) -> Iterator[None]:
-    """Recurrent layers on the CPU: transformers takes the kernels of a GPU for it too, where they are installed."""
+    """Runs recurrent layers in plain PyTorch: transformers would call a GPU's kernels for tensors of a CPU too."""
 
     def in_pytorch(kernel: Callable[..., Any]) -> Callable[..., Any]:
         function = inspect.unwrap(kernel)
@@ -359,7 +359,7 @@ def limited(device: torch.device, more: int) -> Iterator[None]:
     """Lets allocations fail beyond so many bytes more than there are."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        device = torch.device("cuda", torch.cuda.current_device())  # the limit is one of an index
+        device = torch.device("cuda", torch.cuda.current_device())  # a device with an index
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + more) / total, device)
         try:
@@ -379,7 +379,7 @@ def shortage_errors(device: torch.device) -> tuple[float, None]:
     """A batch for which memory runs out is halved, as `predict` does it, and its rows are those of the whole batch."""
     if device.type == "cpu":
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)  # what is freed goes back to the system
-    frames = 32 if device.type == "cuda" else 2  # there memory comes in pieces of 20 MiB
+    frames = 32 if device.type == "cuda" else 2  # CUDA's allocator takes pieces of 20 MiB
     workload = replace(TINY, geometry="narrow-tower", mode="inference", frames=frames, batch=4)
     model: Any = build_models(workload.geometry, torch.float32, device)[0].eval()
     inputs = workload_inputs(workload, model.config, device)

@@ -103,10 +103,12 @@ def main() -> None:
     model, processor = make_model(arguments.size, arguments.device)
     about = f"{number} videos of {seconds:g} s and {pixels[1]} x {pixels[0]} pixels, {at_once} at once, "
     about += f"{new_tokens} new tokens, {workers} decoding processes, random weights."
-    sample = arguments.folder.parent / WORK / f"sample-{arguments.size}.mp4"
+    sample = arguments.folder.parent / WORK / f"sample-{seconds:g}s-{pixels[1]}x{pixels[0]}.mp4"
     if not sample.exists():  # a minute at full size
         sample.parent.mkdir(exist_ok=True)
-        draw_sample_clip(sample, seconds=seconds, size=pixels)
+        part = sample.with_stem("part")
+        draw_sample_clip(part, seconds=seconds, size=pixels)
+        part.replace(sample)
     with tempfile.TemporaryDirectory() as folder:
         clips = [Path(folder, f"{index}.mp4") for index in range(number)]
         for clip in clips:

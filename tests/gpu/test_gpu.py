@@ -235,6 +235,14 @@ def test_what_cannot_be_is_refused(options, capsys, monkeypatch):
     assert re.search("finds no CUDA device|SIZE=tiny|is none of kernels, paths-molmo2", capsys.readouterr().err)
 
 
+def test_results_of_another_gpu_are_not_taken_for_this_one_s(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cuda"])  # where results are committed
+    assert "holds results of NVIDIA H100 80GB HBM3, and this is another GPU: RESULTS=" in capsys.readouterr().err
+
+
 # The study and other backbones' paths take minutes more; CI has the study's miniature, and tests of every backbone.
 PARTS = [part.name for part in gpu.list_parts("cpu", "tiny")]
 SHORT = [name for name in PARTS if not re.search("study|paths-(?!molmo2$)|released-", name)]

@@ -103,7 +103,7 @@ PRESETS = {
         Preset(
             "paper",
             "Molmo2-4B with random weights at the sizes of the paper's two tables, beside the paper's speed-ups",
-            "12 to 17 min worked out from FLOPs, not measured; 110 GB of GPU memory for stock Molmo2 in training",
+            "6 min on an H100 without flex_attention; 110 GB of GPU memory for stock Molmo2 in training",
             _PAPER,
             needs_gpu="4.9 billion weights and 33 PFLOP a round take hours on a CPU; use --preset paper-small there",
         ),
@@ -135,8 +135,7 @@ PRESETS = {
         ),
         Preset(
             "qwen-more-small",
-            "Qwen3-VL-30B-A3B, Qwen3.5-4B and one with experts, scaled down: prompt. On a CPU, Qwen3.5's recurrence is "
-            "a Python loop",
+            "Qwen3-VL-30B-A3B and Qwen3.5-4B, also with experts, scaled down: prompt. Qwen3.5 loops in Python on a CPU",
             "3 min, 2 GB on 2 CPU cores",
             tuple(
                 replace(_QWEN_SMALL, geometry=f"{name}-small", frames=32)

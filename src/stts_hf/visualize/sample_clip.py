@@ -27,4 +27,7 @@ def write_sample_clip(path: str | os.PathLike) -> None:
 if __name__ == "__main__":
     if len(sys.argv) != 2:
         sys.exit("Usage: python -m stts_hf.visualize.sample_clip CLIP.mp4")
-    write_sample_clip(sys.argv[1])
+    try:
+        write_sample_clip(sys.argv[1])
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
