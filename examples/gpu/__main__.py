@@ -109,7 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     at_once, threads = (2, {"OMP_NUM_THREADS": "1"}) if device == "cpu" else (1, {})
     where = torch.cuda.get_device_name() if device == "cuda" else "a CPU; figures of this size mean nothing"
     if device == "cuda" and (others := gpus_of(read_results(parts, folder)) - {where}):
-        parser.error(f"{folder} holds results of {others.pop()}, and this is {where}: RESULTS=outputs/mine writes elsewhere")
+        parser.error(
+            f"{folder} holds results of {others.pop()}, this is {where}: RESULTS=outputs/mine writes elsewhere"
+        )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the parts as Ctrl-C does
     outcomes = run_parts(parts, folder, 3600 * arguments.hours, ENVIRONMENT | threads, note, at_once)
     results = read_results(parts, folder)

@@ -240,7 +240,7 @@ def test_results_of_another_gpu_are_not_taken_for_this_one_s(monkeypatch, capsys
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "another GPU")
     with pytest.raises(SystemExit):
         gpu.main(["--device", "cuda"])  # where results are committed
-    assert "holds results of NVIDIA H100 80GB HBM3, and this is another GPU: RESULTS=" in capsys.readouterr().err
+    assert "holds results of NVIDIA H100 80GB HBM3, this is another GPU: RESULTS=" in capsys.readouterr().err
 
 
 # The study and other backbones' paths take minutes more; CI has the study's miniature, and tests of every backbone.
