@@ -2,7 +2,7 @@
 Memory of one prompt on a GPU, computed from a model's sizes and not measured; README has the table:
 
     python -m examples.memory                  # bfloat16, the presets in `hub_configs`
-    python -m examples.memory --check          # the same formula beside what benchmarks measured on a CPU
+    python -m examples.memory --check          # the same formula beside what benchmarks measured
 
 Weights are counted on the meta device. The cache holds `2 * layers * key-value heads * head size` numbers a token. Of
 activations, the formula counts the widest moment: in the tower an MLP over all patches, as layers up to `l + 1` see
@@ -25,12 +25,14 @@ PRESETS = ("stts-molmo2-4b", "stts-molmo2-8b", "stts-qwen3-vl-2b", "stts-qwen3-v
 BLOCKS = {64: 364, 256: 91}  # of a tubelet of 720p, by frames: Qwen's processor has a budget of pixels
 RATIOS = (0.0, 0.5, 0.8)
 TEXT = 64  # tokens of the question and the template
-# MiB by ratio that benchmarks measured, 64 frames in float32, and the tokens of the text and of a timestamp there:
-# docs/benchmarks/paper-small-prompt and qwen-small.
-MEASURED = {
-    "molmo2-small": (858, 3, {0.0: 350.3, 0.3: 274.8, 0.4: 249.9, 0.5: 238.6}),
-    "qwen3-vl-small": (64, 1, {0.3: 374.2, 0.5: 271.5, 0.7: 168.9}),
-}
+# What benchmarks measured: geometry, frames, bytes of a number, tokens of the text and of a timestamp, MiB by ratio; on
+# a CPU docs/benchmarks/paper-small-prompt and qwen-small, on an H100 gpu-molmo2 and gpu-qwen.
+MEASURED = (
+    ("molmo2-small", 64, 4, 858, 3, {0.0: 350.3, 0.3: 274.8, 0.4: 249.9, 0.5: 238.6}),
+    ("qwen3-vl-small", 64, 4, 64, 1, {0.3: 374.2, 0.5: 271.5, 0.7: 168.9}),
+    ("molmo2-4b", 256, 2, 2267, 7, {0.0: 7191.8, 0.3: 5051.4, 0.5: 4295.9, 0.7: 4295.9}),
+    ("qwen3-vl-4b", 64, 2, 128, 6, {0.0: 3377.1, 0.3: 2389.1, 0.5: 1730.1, 0.7: 1661.8}),
+)
 
 
 class Memory(NamedTuple):
@@ -88,11 +90,11 @@ def table() -> list[str]:
 
 def check() -> list[str]:
     lines = []
-    for name, (text, time, measured) in MEASURED.items():
+    for name, frames, size, text, time, measured in MEASURED:
         geometry = GEOMETRIES[name]
         blocks = geometry.grid[0] * geometry.grid[1]
         for ratio, seen in measured.items():
-            found = prompt_memory(geometry.config(), 64, blocks, ratio, size=4, text=text, time=time)
+            found = prompt_memory(geometry.config(), frames, blocks, ratio, size=size, text=text, time=time)
             lines.append(f"{name}, k = {ratio}: {found.peak / 2**20:.0f} MiB computed, {seen:.0f} MiB measured")
     return lines
 

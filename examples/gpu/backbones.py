@@ -1,5 +1,6 @@
 """Every backbone of the package and its sizes: geometries of the benchmark, and presets that take any frame size."""
 
+import contextlib
 import functools
 import json
 from dataclasses import replace
@@ -16,7 +17,6 @@ from stts_hf.benchmark.presets import PRESETS, Workload
 HUB = Path(__file__).resolve().parents[2] / "hub_configs"
 CONFIGS: dict[str, Any] = {config.native.model_type: config for config in MODEL_CLASSES}
 TINY_GRID, GRID = (2, 3), (14, 26)  # of presets; the latter is 720p in 64 frames
-MISSING: list[str] = []  # of configurations that `configs` could not make
 RATIOS = (0.0, 0.3, 0.4, 0.5, 0.7)
 WIDE = 64  # of a head of released towers, or more
 # Bytes a weight: bfloat16, and in training its gradient and AdamW's two moments; shares leave room for activations.
@@ -26,8 +26,8 @@ NEEDS = {"inference": 2 / 0.8, "training": 8 / 0.6}
 @functools.cache
 def configs() -> dict[str, Any]:
     """
-    By geometry, without those that this transformers cannot make: `MISSING` says why. Presets of towers that take any
-    frame size are added to `GEOMETRIES`.
+    By geometry, without those of backbones that are `lacking`. Presets of towers that take any frame size are added to
+    `GEOMETRIES`.
     """
     by_type = {config.model_type: config for config in MODEL_CLASSES}
     for path in HUB.glob("*/config.json"):
@@ -38,16 +38,18 @@ def configs() -> dict[str, Any]:
             GEOMETRIES[path.parent.name] = Geometry(grid, load, str(path.parent))
     found = {}
     for size, geometry in GEOMETRIES.items():
-        try:
+        with contextlib.suppress(ImportError):
             found[size] = geometry.config()
-        except ImportError as error:
-            MISSING.append(" ".join(str(error).split()))
     return found
 
 
 def lacking(name: str) -> str:
-    """Why a backbone, a key of `CONFIGS`, cannot run here."""
-    return "" if sizes_of(name) else MISSING[0]
+    """Why a backbone, a key of `CONFIGS`, cannot run with this transformers, or ""."""
+    try:
+        CONFIGS[name]()
+    except ImportError as error:
+        return " ".join(str(error).split())
+    return ""
 
 
 def sizes_of(name: str) -> list[str]:

@@ -16,10 +16,13 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+from packaging.version import Version
 from PIL import Image, features
 
 from tests.clips import hide_beginning, numbered_frame, set_display_matrix, write_audio, write_clip
 
+# PyAV 15's FFmpeg converts the colours of these otherwise than the command's: the mean is up to 1.3 away.
+OF_OLD_PYAV = 1.5 if Version(av.__version__) < Version("16") else 1.0
 Make = Callable[[Path], Any]  # writes into a folder; returns what to read
 
 
@@ -239,12 +242,14 @@ BY_KIND: dict[str, dict[str, Case]] = {
     "odd sizes": {
         "odd vp9": Case(clip("a.webm", 20, size=(97, 127), codec="libvpx-vp9")),
         "odd h264": Case(clip("a.mp4", 20, size=(97, 127), pix_fmt="yuv444p")),
-        "odd mjpeg": Case(clip("a.mov", 20, size=(97, 127), codec="mjpeg")),
+        "odd mjpeg": Case(clip("a.mov", 20, size=(97, 127), codec="mjpeg"), tolerance=OF_OLD_PYAV),
     },
     "10 bits and more": {
         "10-bit h264": Case(clip("a.mp4", 20, pix_fmt="yuv420p10le")),
         "10-bit hevc": Case(clip("a.mp4", 20, codec="libx265", codec_options=X265, pix_fmt="yuv420p10le")),
-        "12-bit hevc": Case(clip("a.mp4", 20, codec="libx265", codec_options=X265, pix_fmt="yuv420p12le")),
+        "12-bit hevc": Case(
+            clip("a.mp4", 20, codec="libx265", codec_options=X265, pix_fmt="yuv420p12le"), tolerance=OF_OLD_PYAV
+        ),
         "10-bit av1": Case(clip("a.mp4", 20, codec="libsvtav1", pix_fmt="yuv420p10le")),
         "10-bit prores": Case(clip("a.mov", 20, codec="prores_ks", pix_fmt="yuv422p10le")),
         "16-bit png": Case(clip("a.mov", 10, codec="png", pix_fmt="rgb48be")),

@@ -84,9 +84,6 @@ class Untracked(contextlib.nullcontext[None]):
 
     parents = ("Global",)
 
-    def __exit__(self, *_: object) -> None:
-        """Called without arguments."""
-
 
 class FlopClock(Clock):
     """Reads FLOPs instead of seconds, while its `counter` is entered."""
