@@ -5,8 +5,9 @@ Memory of one prompt on a GPU, computed from a model's sizes and not measured; R
     python -m examples.memory --check          # the same formula beside what benchmarks measured
 
 Weights are counted on the meta device. The cache holds `2 * layers * key-value heads * head size` numbers a token. Of
-activations, the formula counts the widest moment: in the tower an MLP over all patches, as layers up to `l + 1` see
-them, or in the language model an MLP over the tokens that are left, beside the cache and, on Molmo2, the mask.
+activations, the formula counts the widest moment: in the tower an MLP or rotary positions over all patches, as layers
+up to `l + 1` see them, or in the language model an MLP over the tokens that are left, beside the cache and, on Molmo2,
+the mask.
 """
 
 import argparse
@@ -56,7 +57,10 @@ def prompt_memory(
     tokens = kept + in_tower * (2 + time) + text
     widths = language.num_hidden_layers * language.num_key_value_heads * language.head_dim
     cache = 2 * widths * tokens * size
-    tower = in_tower * blocks * window * 2 * (vision.hidden_size + vision.intermediate_size) * size
+    mlp = 2 * (vision.hidden_size + vision.intermediate_size)
+    # Qwen rotates queries and keys in float32: with what they are made of, 17 widths in half precision, 9 in full.
+    rotary = 0 if is_molmo2 else (17 if size == 2 else 9) * vision.hidden_size
+    tower = in_tower * blocks * window * max(mlp, rotary) * size
     layer = tokens * (3 * language.intermediate_size + 4 * language.hidden_size) * size
     # What goes in: features of the ViT's last layers, or merged tokens with those of deepstack.
     features = kept * window * vision.hidden_size * 2 if is_molmo2 else kept * language.hidden_size * 4
