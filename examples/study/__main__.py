@@ -94,6 +94,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--photographs", type=float, default=0.3, metavar="SHARE", help="share of clips before one (default: 0.3)"
     )
     command.add_argument(
+        "--films", type=float, default=0.0, metavar="SHARE", help="share of clips before one (default: 0)"
+    )
+    command.add_argument("--sizes", nargs="+", type=count, default=[], metavar="PX", help="of the files (default: 144)")
+    command.add_argument(
         "--calm", type=float, default=0.0, metavar="SHARE", help="share of training clips without distraction"
     )
     command.set_defaults(execute=make)
@@ -125,7 +129,8 @@ def make(arguments: argparse.Namespace) -> int:
     from .make_dataset import SPLITS, make_dataset
 
     clips = {split: getattr(arguments, split) or number for split, number in SPLITS.items()}
-    look = Look(arguments.distraction, tuple(arguments.kinds), arguments.style, arguments.photographs, arguments.calm)
+    options = {name: getattr(arguments, name) for name in ("style", "photographs", "calm", "films")}
+    look = Look(arguments.distraction, tuple(arguments.kinds), sizes=tuple(arguments.sizes), **options)
     for done, total in make_dataset(arguments.folder, clips, arguments.seed, look):
         if done % 100 == 0 or done == total:
             note(f"{done} of {total} clips")

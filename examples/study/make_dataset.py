@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from stts_hf.data.prompts import choice_messages
 from stts_hf.modeling.video_processing_stts import sample_indices
 
 from ..clips.files import write_video
-from .backgrounds import PHOTOGRAPHS, read_photograph
+from .backgrounds import PHOTOGRAPHS, read_film, read_photograph
 from .distraction import KINDS, Look
 from .questions import (
     ANSWERS,
@@ -67,8 +67,8 @@ def make_dataset(
         folder: where to write; must not be there yet.
         clips: number of clips and pictures of each split, at least 1; `SPLITS` by default.
         seed: of all scenes, at least 0.
-        look: of all clips: distraction, style, photographs. What happens in a clip and what is asked about it is the
-            same with each.
+        look: of all clips: distraction, style, backgrounds, sizes. What happens in a clip and what is asked about it is
+            the same with each.
 
     Yields:
         Clips written and clips in all, after each clip.
@@ -76,11 +76,13 @@ def make_dataset(
     Raises:
         FileExistsError: the folder is there already.
         OSError: something cannot be written; nothing is left then.
-        ValueError: photographs are wanted, but the packages that have them are not installed.
+        ValueError: photographs or films are wanted, but the packages that have them are not installed.
     """
     if look.photographs:
         for index in range(len(PHOTOGRAPHS[look.style])):
             read_photograph(look.style, index)
+    if look.films:
+        read_film(look.style)
     folder = Path(folder)
     clips = dict(SPLITS if clips is None else clips)
     if folder.exists():
@@ -92,7 +94,7 @@ def make_dataset(
             rows[split], conversations = [], []
             masks: dict[str, dict[str, Any]] = {"motion": {}, "things": {}}
             for clip, kind, scene_seed, scene, questions in compose_split(clips, split, seed, look):
-                media = _write_media(new, scene, kind, clip)
+                media = _write_media(new, scene, kind, clip, look.sizes or (SIZE,))
                 if kind != "image":
                     times = _times_looked_at(scene)
                     masks["motion"][clip] = scene.motion(times, CELLS)
@@ -151,16 +153,17 @@ def _kinds(number: int) -> list[str]:
     return kinds
 
 
-def _write_media(folder: Path, scene: Scene, kind: str, clip: str) -> dict[str, list[str]]:
+def _write_media(folder: Path, scene: Scene, kind: str, clip: str, sizes: Sequence[int]) -> dict[str, list[str]]:
     """Draws the scene into a file; returns the rows' column for it."""
+    side = int(np.random.default_rng((scene.seed, 13)).choice(sizes))
     name = f"images/{clip}.png" if kind == "image" else f"videos/{clip}.mp4"
     path = folder / name
     path.parent.mkdir(exist_ok=True)
     if kind == "image":
-        Image.fromarray(scene.draw([0.0], SIZE)[0]).save(path)
+        Image.fromarray(scene.draw([0.0], side)[0]).save(path)
         return {"images": [name]}
     fps = _fps(scene)
-    frames = scene.frames((index / fps for index in range(_num_frames(scene))), SIZE, SIZE)
+    frames = scene.frames((index / fps for index in range(_num_frames(scene))), side, side)
     write_video(path, frames, fps, crf="24")
     return {"videos": [name]}
 

@@ -224,7 +224,8 @@ class _Composer:
             things = tuple(self.restyled(thing, random) for thing in things)
         photograph = int(random.integers(len(PHOTOGRAPHS[look.style]))) if random.random() < look.photographs else None
         distraction = draw_distraction(self.seed, look) if self.duration > 1 else {}
-        return Scene(self.seed, self.duration, things, look.style, photograph, **distraction)
+        film = np.random.default_rng((self.seed, 12)).random() < look.films
+        return Scene(self.seed, self.duration, things, look.style, photograph, film, **distraction)
 
     def restyled(self, thing: Thing, random: np.random.Generator) -> Thing:
         """Smaller or larger than training has it, with a shadow; what moves stands first, then goes faster."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..clips import drawing
 from ..clips.drawing import COLOURS as COLOURS
-from .backgrounds import draw_background
+from .backgrounds import draw_background, draw_film
 from .distraction import BEHIND, OVER, Effect, paint
 
 SHAPES = ("circle", "square", "triangle", "cross", "ring")
@@ -67,8 +67,9 @@ class Thing:
 class Scene:
     """
     seed: of background, noise and effects. duration: seconds. things: drawn in order. style, photograph: of the
-    background, as `draw_background` has them. drift: how far the camera moves over the whole clip. slide: how far the
-    background does, behind what stands still. shake: of the camera, a standard deviation. effects: what else distracts.
+    background, as `draw_background` has them. film: whether it is one. drift: how far the camera moves over the whole
+    clip. slide: how far the background does, behind what stands still. shake: of the camera, a standard deviation.
+    effects: what else distracts.
     """
 
     seed: int
@@ -76,6 +77,7 @@ class Scene:
     things: tuple[Thing, ...]
     style: str = "plain"
     photograph: int | None = None
+    film: bool = False
     drift: tuple[float, float] = (0.0, 0.0)
     slide: tuple[float, float] = (0.0, 0.0)
     shake: float = 0.0
@@ -101,6 +103,8 @@ class Scene:
         for time in times:
             # Noise goes by the time, so that a frame is the same in whatever company it is drawn.
             chance = np.random.default_rng((self.seed, round(time * 1000)))
+            if self.film:
+                canvas = draw_film(self.seed, self.style, time, *size)
             camera = self.camera(time)
             behind = camera + np.multiply(self.slide, time / self.duration - 0.5)
             right, down = round(behind[0] * width), round(behind[1] * height)
