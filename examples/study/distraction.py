@@ -47,6 +47,8 @@ class Look:
         for name in ("strength", "photographs", "calm", "films"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must lie between 0 and 1")
+        if odd := [size for size in self.sizes if size < 32 or size % 2]:
+            raise ValueError(f"sizes names {odd[0]}, but may name even numbers from 32 on")
         if unknown := sorted(set(self.kinds) - set(sum(KINDS.values(), ()))):
             raise ValueError(f"kinds names {unknown[0]!r}, but may name {', '.join(sum(KINDS.values(), ()))}")
 

@@ -4,11 +4,12 @@ import filecmp
 import json
 from dataclasses import asdict
 
+import av
 import numpy as np
 import pytest
 
 from examples.study.__main__ import main
-from examples.study.backgrounds import read_photograph
+from examples.study.backgrounds import draw_film, read_film, read_photograph
 from examples.study.distraction import KINDS, Look
 from examples.study.make_dataset import FORMAT, compose_split, make_dataset, read_about
 from examples.study.questions import compose_short
@@ -70,13 +71,16 @@ def test_whatever_changes_what_is_drawn_or_asked_raises_the_format(folder):
 
 
 @pytest.mark.parametrize(
-    "look", [Look(), Look(0.5, ("rain",)), Look(1.0, style="other")], ids=["calm", "rain", "other"]
+    "look",
+    [Look(), Look(0.5, ("rain",)), Look(1.0, style="other"), Look(films=1.0), Look(sizes=(72, 288))],
+    ids=["calm", "rain", "other", "films", "sizes"],
 )
 def test_of_another_look_the_clips_differ_and_the_questions_do_not(few, tmp_path, look):
     other = tmp_path / "other"
     list(make_dataset(other, FEW, look=look))
     about, before = read_about(other), read_about(few)
-    assert about.pop("look") == asdict(look) | {"kinds": list(look.kinds or KINDS[look.style])}
+    written = json.loads(json.dumps(asdict(look)))
+    assert about.pop("look") == written | {"kinds": list(look.kinds or KINDS[look.style])}
     assert before.pop("look")["kinds"] == list(KINDS["plain"])
     assert about == before
     names = [f"{split}.jsonl" for split in FEW]
@@ -84,12 +88,33 @@ def test_of_another_look_the_clips_differ_and_the_questions_do_not(few, tmp_path
     assert (other / "videos/test-00000.mp4").read_bytes() != (few / "videos/test-00000.mp4").read_bytes()
 
 
+def test_a_film_moves_behind_things_and_is_the_same_in_whatever_company():
+    scene, _ = compose_short(7, look=Look(films=1.0))
+    together, alone = scene.draw([0.5, 3.5], 96), scene.draw([3.5], 96)
+    assert np.array_equal(together[1], alone[0])
+    behind = [draw_film(7, "plain", time, 96, 96) for time in (0.5, 0.5, 3.5)]
+    assert np.array_equal(behind[0], behind[1])
+    assert np.abs(behind[2] - behind[0]).mean() > 3
+
+
+def test_files_have_the_sizes_that_were_asked_for(tmp_path):
+    list(make_dataset(tmp_path / "set", {"test": 8}, look=Look(sizes=(72, 288))))
+    sides = set()
+    for path in (tmp_path / "set" / "videos").iterdir():
+        with av.open(str(path)) as container:
+            sides.add((container.streams.video[0].height, container.streams.video[0].width))
+    assert sides == {(72, 72), (288, 288)}
+
+
 def test_photographs_that_are_not_installed_are_named_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     read_photograph.cache_clear()
+    read_film.cache_clear()
     with pytest.raises(ValueError, match=r"lion\.jpg of the package gradio is missing: pip install .*--photographs 0"):
         list(make_dataset(tmp_path / "set", CLIPS))
     assert not list(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"world\.mp4 of the package gradio is missing: pip install .*--films 0"):
+        list(make_dataset(tmp_path / "set", CLIPS, look=Look(films=0.1)))
     list(make_dataset(tmp_path / "set", {"train": 1, "test": 1}, look=Look(1.0)))
 
 
@@ -100,6 +125,8 @@ def test_photographs_that_are_not_installed_are_named_before_anything_is_written
         (["--kinds", "snow", "hail"], "kinds names 'hail', but may name snow, "),
         (["--style", "cubist"], "style is 'cubist', but must be one of plain, other"),
         (["--photographs", "-1"], "photographs is -1.0, but must lie between 0 and 1"),
+        (["--films", "2"], "films is 2.0, but must lie between 0 and 1"),
+        (["--sizes", "144", "73"], "sizes names 73, but may name even numbers from 32 on"),
     ],
 )
 def test_a_look_that_cannot_be_is_refused(tmp_path, capsys, options, message):
