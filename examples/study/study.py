@@ -275,7 +275,7 @@ def read_settings(folder: Path) -> Settings:
 
 def command_of(settings: Settings) -> str:
     """The command that does all of the study; defaults are left out."""
-    defaults = Settings(settings.dataset, settings.base, settings.base_layer)
+    defaults = Settings(settings.dataset, settings.base, settings.base_layer, settings.backbone)
     words = ["python -m examples.study run FOLDER --dataset DATA --base CHECKPOINT"]
     for field in dataclasses.fields(Settings):
         value = getattr(settings, field.name)
