@@ -101,7 +101,7 @@ def tokenizer(folder: Path) -> Iterator[Finding]:
             return
     config = _read_config(folder)
     family = own_family(folder)
-    processor = load_processor(folder, family=family)
+    processor = load_processor(folder, kind=family.config.model_type)
     vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
     yield from check_vocabulary(vocabulary, config, family)
     yield from check_processor(processor, config, family)

@@ -8,14 +8,11 @@ import sys
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stts_hf.selectors import SELECTORS
 
 from .files import check_folder, raise_findings, read_json, usable
-
-if TYPE_CHECKING:  # imports models
-    from .families import Family
 
 # Of which a machine has at least one where PyTorch may find a CUDA GPU: Linux's, Jetson's, WSL's, and ROCm's.
 _OF_DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia")
@@ -121,15 +118,15 @@ def load_config_and_processor(
         raise_findings("it does not describe a model", check_sizes(config))
         if selector is not None:
             config.vision_config.selector = selector
-    return config, load_processor(checkpoint, revision=revision, config=config, family=family)
+    return config, load_processor(checkpoint, revision=revision, config=config, kind=kind)
 
 
 def load_processor(
-    checkpoint: str | Path, *, revision: str | None = None, config: Any = None, family: "Family | None" = None
+    checkpoint: str | Path, *, revision: str | None = None, config: Any = None, kind: object = None
 ) -> Any:
     """
     Returns the processor, by no code of the checkpoint. Raises `ValueError` where it cannot be loaded or used, or does
-    not fit the model's `config`. family: of a checkpoint whose folder was checked.
+    not fit the model's `config`. kind: the `model_type` of a checkpoint whose folder was checked.
     """
     from stts_hf.auto_classes import register_auto_classes
     from stts_hf.data.encoding import empty_video
@@ -139,7 +136,8 @@ def load_processor(
     from .families import OWN, family_of
 
     register_auto_classes()
-    family = family or family_of(_model_type_of(checkpoint, revision), f"checkpoint {checkpoint}")
+    kind = kind or _model_type_of(checkpoint, revision)
+    family = family_of(kind, f"checkpoint {checkpoint}")
     parts = "config.json, tokenizer, processor or chat template"
     with usable(f"checkpoint {checkpoint} cannot be loaded: its {parts}", _remedy(checkpoint)):
         try:  # refused, or transformers asks whether to run foreign code
@@ -157,7 +155,7 @@ def load_processor(
     found = [*check_chat_template(processor)]
     if config is not None:
         found += check_vocabulary(processor.tokenizer.get_vocab(), config, family)
-        if _model_type_of(checkpoint, revision) in OWN:  # stock configs do not say all of it
+        if kind in OWN:  # stock configs do not say all of it
             found += check_processor(processor, config, family)
     raise_findings(f"checkpoint {checkpoint} cannot be used", found)
     return processor

@@ -32,7 +32,7 @@ def clean_processor(folder: Path, family: Family) -> Any:
                 f"`processor_class` in {path} is {made_for!r}, but the model is a {stock} one, whose processor is a "
                 f"{family.processor.__name__}: pass --base with a {stock} folder or repository."
             )
-    processor = load_processor(folder, family=family)
+    processor = load_processor(folder, kind=family.config.model_type)
     # Built again from known settings alone: a source's others, its `auto_map` above all, would be saved again.
     for name in ("auto_map", "is_local", "local_files_only"):
         processor.tokenizer.init_kwargs.pop(name, None)
