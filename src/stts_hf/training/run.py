@@ -24,16 +24,9 @@ from stts_hf.data.sample_packing import PackedDataset
 from stts_hf.keeping import in_words
 from stts_hf.model_parts import PARTS
 from stts_hf.modeling.settings_stts import PRUNING_FIELDS, TRAINING_FIELDS
+from stts_hf.training import build
 from stts_hf.training.arguments import ADAPTER, DEPLOYED_RATIOS, learns_answers, rate_keys
-from stts_hf.training.build import (
-    TrainingSetup,
-    adapt,
-    answer_unlabelled,
-    load_model,
-    load_weights,
-    make_trainer,
-    prepare,
-)
+from stts_hf.training.build import TrainingSetup
 from stts_hf.training.checkpointing import find_checkpoint
 from stts_hf.training.config import CONFIG_COPY, TrainConfig, check_unchanged, write_config
 from stts_hf.training.losses import LOSSES
@@ -47,9 +40,9 @@ MERGED = "merged"
 
 def dry_run(config: TrainConfig) -> str:
     """Checks configuration and rows without loading weights or writing; returns the plan, also of a run for GPUs."""
-    run = prepare(config)
+    run = build.prepare(config)
     with torch.device("meta"):
-        model = adapt(run, empty_model(run.model_config))
+        model = build.adapt(run, empty_model(run.model_config))
     return describe_run(run, model)
 
 
@@ -69,11 +62,11 @@ def train(
     """
     output = Path(str(config.training.output_dir))
     checkpoint = check_output(config, output, resume)
-    run = prepare(config)
-    model = load_model(run)
+    run = build.prepare(config)
+    model = build.load_model(run)
     started(model)
-    run = answer_unlabelled(run, model)
-    trainer = make_trainer(run, model)
+    run = build.answer_unlabelled(run, model)
+    trainer = build.make_trainer(run, model)
     if trainer.is_world_process_zero():
         print(describe_run(run, model), flush=True)
         write_config(config, output)
@@ -194,7 +187,7 @@ def merge(run: TrainingSetup, trainer: STTSTrainer, output: Path) -> None:
     """Saves the base with the adapter merged into it. Reads both anew: the trained model may be sharded."""
     from peft import PeftModel
 
-    merged = PeftModel.from_pretrained(load_weights(run), output).merge_and_unload()
+    merged = PeftModel.from_pretrained(build.load_weights(run), output).merge_and_unload()
     merged = merged.to(merged.dtype)  # the scorer was trained in float32 even if the model has another dtype
     with atomic_folder(output / MERGED, overwrite=True) as folder:
         merged.save_pretrained(folder)

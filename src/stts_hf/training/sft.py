@@ -38,10 +38,9 @@ class STTSSFTTrainer(STTSTrainer, SFTTrainer):  # type: ignore[misc]
     `STTSDataCollator` of `processing_class`.
     """
 
+    arguments_class = STTSSFTConfig
+
     def __init__(self, model: Any = None, args: STTSSFTConfig | None = None, **kwargs: Any) -> None:
-        args = STTSSFTConfig(output_dir="tmp_trainer") if args is None else args
-        if not isinstance(args, STTSSFTConfig):
-            raise TypeError(f"`args` must be an STTSSFTConfig, not a {type(args).__name__}.")
         if kwargs.get("data_collator") is None:
             processor = kwargs.get("processing_class")
             if processor is None:

@@ -5,7 +5,7 @@ import random
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader
@@ -22,14 +22,9 @@ from stts_hf.model_parts import VISION_TOWER, find_backbone
 from stts_hf.modeling.plan_stts import TowerCache
 from stts_hf.modeling.pruning_stts import PruningOutput
 from stts_hf.selectors import SELECTORS
+from stts_hf.training import distributed
 from stts_hf.training.arguments import STTSTrainingArguments, learns_answers, prepare_parts, split_groups, trained_parts
 from stts_hf.training.checkpointing import accept_saved_names, find_checkpoint, staged
-from stts_hf.training.distributed import (
-    check_batches_agree,
-    name_after_own_code,
-    prepare_for_processes,
-    whole_state_dict,
-)
 from stts_hf.training.losses import COUNTS, LOSSES, LossHistory, PruningMetrics, count, describe
 from stts_hf.training.scorer_alone import StateCache, score_videos
 from stts_hf.training.termination import Termination, TrainingTerminated, prepare_workers
@@ -62,15 +57,16 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
 
     args: STTSTrainingArguments
     model: Any
+    arguments_class: ClassVar[type[STTSTrainingArguments]] = STTSTrainingArguments
     # This and `model_accepts_loss_kwargs` tell `Trainer` that `compute_loss` normalises over accumulated micro-batches.
     loss_is_scaled_for_ga = True
 
     def __init__(
         self, model: Any = None, args: STTSTrainingArguments | None = None, *, eval_collator: Any = None, **kwargs: Any
     ) -> None:
-        args = STTSTrainingArguments(output_dir="tmp_trainer") if args is None else args
-        if not isinstance(args, STTSTrainingArguments):
-            raise TypeError(f"`args` must be an STTSTrainingArguments, not a {type(args).__name__}.")
+        args = self.arguments_class(output_dir="tmp_trainer") if args is None else args
+        if not isinstance(args, self.arguments_class):
+            raise TypeError(f"`args` must be an {self.arguments_class.__name__}, not a {type(args).__name__}.")
         if kwargs.get("compute_loss_func") is not None:
             raise ValueError("`compute_loss_func` must be None: the model computes its losses itself.")
         if args.scorer_only and kwargs.get("compute_metrics") is not None:
@@ -87,7 +83,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 f"{self.args.n_gpu} GPUs in one process would be used through DataParallel, which cannot split a batch "
                 "of videos. Start one process per GPU with `accelerate launch`, or show one with CUDA_VISIBLE_DEVICES."
             )
-        prepare_for_processes(self)
+        distributed.prepare_for_processes(self)
         if self.model_init is None:
             self._prepare_model(self.model)
         self.add_callback(self.termination)
@@ -180,7 +176,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         """The step's micro-batches, and its label tokens over all processes."""
         self.statistics.resume()
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        check_batches_agree(self, batches, device)
+        distributed.check_batches_agree(self, batches, device)
         counts = sum((self._count(batch).to(device) for batch in batches), torch.zeros(3, device=device))
         if self.args.world_size > 1:
             stop = torch.tensor([float(self.termination.requested)], device=device)
@@ -370,7 +366,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
         earlier model in the folder only once it is complete. Raises `FloatingPointError` instead of saving a checkpoint
         whose losses or weights are not finite.
         """
-        name_after_own_code(type(self.accelerator.unwrap_model(self.model)))
+        distributed.name_after_own_code(type(self.accelerator.unwrap_model(self.model)))
         folder = Path(output_dir or str(self.args.output_dir))
         if folder.name.startswith(f"{PREFIX_CHECKPOINT_DIR}-"):
             self.statistics.pause()
@@ -380,7 +376,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)
             super().save_model(str(folder), _internal_call)
             return
-        with whole_state_dict(self.accelerator), staged(folder, self.args.should_save) as stage:
+        with distributed.whole_state_dict(self.accelerator), staged(folder, self.args.should_save) as stage:
             super().save_model(str(stage), _internal_call=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
