@@ -13,6 +13,7 @@ from stts_hf.benchmark.meters import TOTAL, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 from stts_hf.inference.generate import ReadHeads, read_heads
+from stts_hf.inference.requests import Answer, Prepared
 
 QUESTIONS = 10
 CALLS, ONE_BY_ONE, TOGETHER = "a call each", "read once, asked one by one", "read once, asked in one batch"
@@ -53,7 +54,8 @@ class Questions:
         return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in self.ids.split(size)]
 
     def read(self) -> ReadHeads:
-        return read_heads(self.model, self.head, pruning_ratio=self.pruning_ratio)
+        processor: Any = None  # that one prompt does not need
+        return read_heads(self.model, processor, [Prepared(Answer(), self.head)], pruning_ratio=self.pruning_ratio)
 
     def call_for_each(self) -> torch.Tensor:
         found = []

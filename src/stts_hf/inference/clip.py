@@ -18,7 +18,7 @@ from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_count
 
-from .generate import ReadHeads, answer_tails, fill_budget, generate_options, num_beams, read_heads, with_masks
+from .generate import ReadHeads, answer_tails, fill_budget, generate_options, num_beams, read_heads
 from .requests import Answer, Prepared, ask_about, prepare, processing_options
 
 
@@ -137,18 +137,17 @@ class Clip:
         prepared = prepare(processor, options, request)
         started = time.perf_counter()
         prepared = fill_budget(model, processor, options, request, prepared)
-        heads = read_heads(model, prepared.inputs, **Prepared.arguments([prepared]))
+        heads = read_heads(model, processor, [prepared], **Prepared.arguments([prepared]))
         if any(heads.cache.is_sliding):
             raise ValueError(
                 "The model attends within a sliding window (`use_sliding_window`), whose cache cannot be cut back to "
                 "the video. Call `answer`, which reads the video for each question."
             )
         self._heads: ReadHeads | None = heads
-        (seen,) = with_masks([prepared.begun], heads.keep_mask, heads.token_scores)
-        self.seen = dataclasses.replace(seen, question="", seconds=time.perf_counter() - started)
+        seen = dataclasses.replace(heads.begun[0], question="", seconds=time.perf_counter() - started)
         assert seen.keep_mask is not None  # there is a video
         assert seen.token_scores is not None
-        self.timestamps, self.grid = seen.timestamps, seen.grid
+        self.seen, self.timestamps, self.grid = seen, seen.timestamps, seen.grid
         self.keep_mask, self.token_scores = seen.keep_mask, seen.token_scores
 
     def __repr__(self) -> str:

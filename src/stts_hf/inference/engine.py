@@ -250,9 +250,10 @@ def _decode_ahead(
 
 def _score_batch(model: Any, processor: Processor, rows: Sequence[tuple[Request, Prepared]]) -> list[Answer]:
     """Answers without text, whose videos keep all."""
-    scores = score_blocks(model, join_prompts(processor, [prepared.inputs for _, prepared in rows]))
+    several = [prepared for _, prepared in rows]
+    scores = score_blocks(model, join_prompts(processor, [one.inputs for one in several]))
     masks = [torch.ones_like(of_video, dtype=torch.bool) for of_video in scores]
-    return with_masks([prepared.begun for _, prepared in rows], masks, scores)
+    return with_masks(several, {"keep_mask": masks, "token_scores": scores})
 
 
 @torch.no_grad()
@@ -273,10 +274,9 @@ def _answer_batch(
     keep = Prepared.arguments(heads)
     if not heads[0].head_only:
         return answer_prepared(model, processor, heads, started=started, **keep, **options)
-    read = read_heads(model, join_prompts(processor, [head.inputs for head in heads], "right"), **keep)
-    begun = with_masks([head.begun for head in heads], read.keep_mask, read.token_scores)
+    read = read_heads(model, processor, heads, **keep)
     asked = []
     for request, head in rows:
         number = places[head]
-        asked.append((number, dataclasses.replace(begun[number], question=request.question), request.tail))
+        asked.append((number, dataclasses.replace(read.begun[number], question=request.question), request.tail))
     return answer_tails(model, processor, read, asked, batch_size, started=started, **options)

@@ -19,7 +19,7 @@ from stts_hf.model_parts import find_backbone
 from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.cache_stts import CacheRecord
 from stts_hf.modeling.generation_stts import resolve_setting
-from stts_hf.video.processors import OF_VIDEOS, block_grids, grids_of
+from stts_hf.video.processors import OF_VIDEOS, block_grids
 from stts_hf.wording import did_you_mean
 
 from .requests import Answer, Prepared, Request, prepare
@@ -84,8 +84,7 @@ def answer_prepared(
     options |= {"return_dict_in_generate": True, "tokenizer": processor.tokenizer}  # which `stop_strings` needs
     output = model.generate(**inputs, **options)
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
-    begun = with_masks([one.begun for one in prepared], output.get("keep_mask"), output.get("token_scores"))
-    return complete(model, processor, begun, new, inputs["attention_mask"], started)
+    return complete(model, processor, with_masks(prepared, output), new, inputs["attention_mask"], started)
 
 
 @torch.no_grad()
@@ -125,14 +124,13 @@ class ReadHeads:
     Heads of prompts that the model has read, which any number of tails can follow.
 
     tokens: `input_ids`, `attention_mask` and, where there are some, `mm_token_type_ids` of the heads (H, tokens).
-    cache: after the heads; recurrent layers, which cannot be cut back, are kept beside it as they were. keep_mask,
-    token_scores: (T, n) of each video, None without videos.
+    cache: after the heads; recurrent layers, which cannot be cut back, are kept beside it as they were. begun: answers
+    without text.
     """
 
     tokens: dict[str, torch.Tensor]
     cache: Cache
-    keep_mask: tuple[torch.Tensor, ...] | None
-    token_scores: tuple[torch.Tensor, ...] | None
+    begun: list[Answer]
 
     def __post_init__(self) -> None:
         self.columns, self.record = int(self.cache.get_seq_length()), copy.copy(CacheRecord.of(self.cache))
@@ -168,7 +166,7 @@ class ReadHeads:
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """
         Returns the new tokens (B, new) after tails, and the whole prompts (B, head tokens + tail tokens). cache: of the
-        heads `rows` (B,). tails: of `pad_tails`. options: of `model.generate`.
+        heads `rows` (B,). tails: their tokens, padded on the left. options: of `model.generate`.
         """
         prompts = {}
         for name, head in self.tokens.items():
@@ -198,12 +196,12 @@ def tensors_of(layer: Any) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def read_heads(model: Any, inputs: Mapping[str, torch.Tensor], **keep: Any) -> ReadHeads:
-    """Runs the model over heads, padded on the right, as the processor returns them. keep: how many blocks stay."""
-    moved = inputs_for(model, inputs)
+def read_heads(model: Any, processor: Processor, prepared: Sequence[Prepared], **keep: Any) -> ReadHeads:
+    """Runs the model over heads, whose requests have no tail. keep: how many blocks stay."""
+    moved = inputs_for(model, join_prompts(processor, [one.inputs for one in prepared], "right"))
     output = model(**moved, **keep, use_cache=True, logits_to_keep=1)
     tokens = {name: moved[name] for name in _PER_TOKEN if name in moved}
-    return ReadHeads(tokens, output.past_key_values, output.get("keep_mask"), output.get("token_scores"))
+    return ReadHeads(tokens, output.past_key_values, with_masks(prepared, output))
 
 
 def answer_tails(
@@ -226,13 +224,14 @@ def answer_tails(
     new: dict[int, torch.Tensor] = {}
     masks: dict[int, torch.Tensor] = {}
     options["tokenizer"] = processor.tokenizer
-    tokens = tokenize(processor, [tail for *_, tail in asked])
-    batches = batches_of(list(map(len, tokens)), batch_size, of_one_length=bool(heads.states))
+    tokens = [tokenize(processor, tail) for *_, tail in asked]
+    lengths = [tail["input_ids"].shape[1] for tail in tokens]
+    batches = batches_of(lengths, batch_size, of_one_length=bool(heads.states))
     for number, batch in enumerate(batches, 1):
         rows = torch.tensor([asked[index][0] for index in batch])
         in_place = keep and len(asked) == 1  # the caller rewinds
         cache = heads.cache if in_place else heads.take(rows, keep or number < len(batches))
-        tails = pad_tails(processor, [tokens[index] for index in batch])
+        tails = join_prompts(processor, [tokens[index] for index in batch])
         found, prompts = heads.answer(model, cache, rows, tails, **options)
         new |= zip(batch, found, strict=True)
         masks |= zip(batch, prompts["attention_mask"], strict=True)
@@ -250,20 +249,15 @@ def batches_of(lengths: Sequence[int], batch_size: int, of_one_length: bool) -> 
     ]
 
 
-def tokenize(processor: Processor, texts: Sequence[str]) -> list[torch.Tensor]:
-    """Token ids (tokens,) of texts without what a tokenizer adds."""
-    return [torch.tensor(processor.tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+def tokenize(processor: Processor, text: str) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` (1, tokens) of a text, without what a tokenizer adds."""
+    input_ids = torch.tensor([processor.tokenizer(text, add_special_tokens=False)["input_ids"]])
+    return {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
 
 
-def pad_tails(processor: Processor, rows: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` (B, tokens), padded on the left."""
-    masks = [torch.ones_like(row) for row in rows]
-    return {"input_ids": pad(rows, processor.tokenizer.pad_token_id or 0), "attention_mask": pad(masks)}
-
-
-def with_masks(begun: Sequence[Answer], keep_masks: Any, token_scores: Any) -> list[Answer]:
-    """The same with their videos' keep_masks and token_scores, (T, n) of each video, None without videos."""
-    masks, scores = iter(keep_masks or ()), iter(token_scores or ())
+def with_masks(prepared: Sequence[Prepared], output: Mapping[str, Any]) -> list[Answer]:
+    """Their answers with `keep_mask` and `token_scores` of their videos, which a model's output has in one list."""
+    masks, scores = (iter(output.get(name) or ()) for name in ("keep_mask", "token_scores"))
 
     def fill(answer: Answer) -> Answer:
         if not answer.timestamps:  # it has no video
@@ -271,7 +265,7 @@ def with_masks(begun: Sequence[Answer], keep_masks: Any, token_scores: Any) -> l
         found: dict[str, Any] = {"keep_mask": next(masks).cpu(), "token_scores": next(scores).float().cpu()}
         return dataclasses.replace(answer, **found, others=tuple(map(fill, answer.others)))
 
-    return list(map(fill, begun))
+    return [fill(one.begun) for one in prepared]
 
 
 def complete(
@@ -302,22 +296,21 @@ def complete(
 def join_prompts(
     processor: Processor, prompts: Sequence[Mapping[str, torch.Tensor]], padding_side: str = "left"
 ) -> Mapping[str, torch.Tensor]:
-    """A batch of several prompts that a processor returned one by one."""
+    """A batch of prompts, or of tails, that came one by one."""
     if len(prompts) == 1:
         return prompts[0]
     vision = [{name: value for name, value in prompt.items() if name not in _PER_TOKEN} for prompt in prompts]
-    fill = {"input_ids": processor.tokenizer.pad_token_id or 0}
-    text = {name: pad([one[name][0] for one in prompts], fill.get(name, 0), padding_side) for name in _PER_TOKEN}
+    text = {}
+    # Not by the tokenizer, which keeps state when it pads, so that threads would disturb each other.
+    for name in [name for name in _PER_TOKEN if name in prompts[0]]:
+        filler = (processor.tokenizer.pad_token_id or 0) if name == "input_ids" else 0
+        rows = [prompt[name][0] for prompt in prompts]
+        text[name] = pad_sequence(rows, batch_first=True, padding_value=filler, padding_side=padding_side)
     return {**text, **join_vision(vision)}
-
-
-def pad(rows: Sequence[torch.Tensor], filler: int = 0, padding_side: str = "left") -> torch.Tensor:
-    """Rows (tokens,) as (B, most tokens). A tokenizer that pads keeps state, which is not safe with threads."""
-    return pad_sequence(list(rows), batch_first=True, padding_value=filler, padding_side=padding_side)
 
 
 def inputs_for(model: Any, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A processor's output on the model's device, pixels in its dtype; grids of videos stay on the host."""
     moved = {**BatchFeature(dict(inputs)).to(model.device)}
     pixels = {name: moved[name].to(model.dtype) for name in moved if name.startswith("pixel_values")}
-    return moved | pixels | grids_of(inputs)
+    return moved | pixels | {name: inputs[name] for name in inputs if name.startswith("video_grid")}

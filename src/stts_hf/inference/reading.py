@@ -13,7 +13,7 @@ from stts_hf.model_parts import LANGUAGE_MODEL, VISION_TOWER, parts_of
 from stts_hf.modeling.plan_stts import TowerCache
 from stts_hf.modeling.video_processing_stts import check_count
 
-from .generate import ReadHeads, inputs_for, pad_tails, read_heads, tokenize, with_masks
+from .generate import ReadHeads, inputs_for, read_heads, tokenize
 from .requests import Answer, ask_about, prepare, processing_options
 
 
@@ -41,7 +41,7 @@ def same(one: str, other: str) -> bool:
 
 def tokens_of(model: Any, processor: Processor, text: str) -> torch.Tensor:
     """Tokens (tokens,) of an answer, with the one that ends it."""
-    (ids,), ends = tokenize(processor, [text]), model.generation_config.eos_token_id
+    (ids,), ends = tokenize(processor, text)["input_ids"], model.generation_config.eos_token_id
     return torch.tensor([*ids.tolist(), *([ends] if isinstance(ends, int) else ends or [])[:1]])
 
 
@@ -73,7 +73,7 @@ class Reading:
         self.options = processing_options(processor, processing, self.rule)
         self.request = replace(ask_about(processor, video, question), rule=self.rule)
         self.generation = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": processor.tokenizer}
-        self.tail = pad_tails(processor, tokenize(processor, [self.request.tail]))
+        self.tail = tokenize(processor, self.request.tail)
         self.target = torch.tensor([])
         self.wanted, self.spent, self.unit, self.weights = expected or "", 0.0, 1.0, Counter[str]()
         self.rest = 1 - (model.config.vision_config.pruning_layer + 1) / model.config.vision_config.num_hidden_layers
@@ -121,9 +121,10 @@ class Reading:
     def ask(self, rule: KeepRule, model: Any = None) -> Finding:
         """What a setting answers. The first one sets the unit of costs, and the target."""
         model, row = model or self.model, torch.tensor([0])
-        heads = read_heads(model, self.prepared.inputs, tower_cache=self.tower_cache, **rule_arguments(rule))
+        call = {"tower_cache": self.tower_cache, **rule_arguments(rule)}
+        heads = read_heads(model, self.processor, [self.prepared], **call)
         (new,), _ = heads.answer(model, heads.take(row, True), row, self.tail, **self.generation)
-        (seen,) = with_masks([self.prepared.begun], heads.keep_mask, heads.token_scores)
+        (seen,) = heads.begun
         assert seen.keep_mask is not None  # there is a video
         self.charge(seen.keep_mask, heads.columns + 3 * self.answered(new).shape[1])  # it is rated twice
         text = self.processor.decode(new.tolist(), skip_special_tokens=True).strip()

@@ -347,11 +347,6 @@ def grid_name(processor: Any) -> str:
     return processor.video_processor.model_input_names[-1]
 
 
-def grids_of(inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The grids of videos (V, 3) in a call's inputs, by their name; none where there are no videos."""
-    return {name: inputs[name] for name in inputs if name.startswith("video_grid")}
-
-
 def block_grids(processor: Any, inputs: Mapping[str, Any]) -> list[Grid]:
     """`(T, rows, columns)` in blocks of each video in a processor's output."""
     side = getattr(processor.video_processor, "merge_size", 1)  # of those that count patches
