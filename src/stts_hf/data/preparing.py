@@ -1,6 +1,7 @@
 """Checks every row before the first step: reads it, opens its files, renders its prompt, counts its tokens."""
 
 import contextlib
+import itertools
 from typing import Any
 
 import datasets
@@ -66,9 +67,7 @@ def prepare_rows(
         try:
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
-            if ratio is None and headers:
-                _open_files(sample)
-            return sample, ([], []) if ratio is None else _read_headers(sample, processor)
+            return sample, _open_files(sample, processor, headers, ratio is not None)
         except RowError as error:
             return error
 
@@ -122,22 +121,18 @@ class _Header(VideoFile):
         pass
 
 
-def _open_files(sample: Sample) -> None:
-    """Raises `RowError` where a video or image cannot be opened. URLs are not fetched."""
+def _open_files(sample: Sample, processor: Processor, headers: bool, counts: bool) -> _Headers:
+    """Opens files, not URLs. counts: URLs too, and decodes at most one frame of each video. Raises `RowError`."""
     with row_errors(sample.id):
-        for video in sample.videos:
-            if not is_url(video):
+        if counts:
+            videos = [probe(processor, video) for video in sample.videos]
+            return videos, [_image_size(open_picture(image, processor)) for image in sample.images]
+        if headers:
+            for video in itertools.filterfalse(is_url, sample.videos):
                 _Header(video).close()
-        for image in sample.images:
-            if not is_url(image):
+            for image in itertools.filterfalse(is_url, sample.images):
                 open_picture(image)
-
-
-def _read_headers(sample: Sample, processor: Processor) -> _Headers:
-    """Decodes at most one frame of each video. Raises `RowError`."""
-    with row_errors(sample.id):
-        videos = [probe(processor, video) for video in sample.videos]
-        return videos, [_image_size(open_picture(image, processor)) for image in sample.images]
+        return [], []
 
 
 def _image_size(image: Image.Image) -> tuple[int, int]:
