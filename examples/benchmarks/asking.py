@@ -13,7 +13,7 @@ from stts_hf.benchmark.meters import TOTAL, peak_memory
 from stts_hf.benchmark.models import build_models, configure
 from stts_hf.benchmark.presets import Workload
 from stts_hf.inference.generate import ReadHeads, read_heads
-from stts_hf.inference.requests import Answer, Prepared
+from stts_hf.inference.requests import Answer, Prepared, Request
 
 QUESTIONS = 10
 CALLS, ONE_BY_ONE, TOGETHER = "a call each", "read once, asked one by one", "read once, asked in one batch"
@@ -55,7 +55,8 @@ class Questions:
 
     def read(self) -> ReadHeads:
         processor: Any = None  # that one prompt does not need
-        return read_heads(self.model, processor, [Prepared(Answer(), self.head)], pruning_ratio=self.pruning_ratio)
+        prepared = Prepared(Request("", ""), Answer(), self.head)
+        return read_heads(self.model, processor, [prepared], pruning_ratio=self.pruning_ratio)
 
     def call_for_each(self) -> torch.Tensor:
         found = []

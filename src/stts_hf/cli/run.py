@@ -78,7 +78,7 @@ def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", 
             prepared = prepare(processor, options, request)
     load_weights(arguments, predictor)
     with refused("", ValueError, OSError):
-        return predictor, fill_budget(predictor.model, processor, options, request, prepared)
+        return predictor, fill_budget(predictor.model, processor, options, prepared)
 
 
 def generate(

@@ -136,7 +136,7 @@ class Clip:
         options = processing_options(processor, processing, self.rule)
         prepared = prepare(processor, options, request)
         started = time.perf_counter()
-        prepared = fill_budget(model, processor, options, request, prepared)
+        prepared = fill_budget(model, processor, options, prepared)
         heads = read_heads(model, processor, [prepared], **Prepared.arguments([prepared]))
         if any(heads.cache.is_sliding):
             raise ValueError(

@@ -236,9 +236,9 @@ def _decode_ahead(
             raise
         except ProcessDied as error:
             sources = ", ".join(map(repr, (*request.videos, *request.images)))
-            return Prepared(request.failed(ProcessDied(f"Decoding {sources:.200} failed: {error}")))
+            return Prepared(request, request.failed(ProcessDied(f"Decoding {sources:.200} failed: {error}")))
         except Exception as error:  # decoders raise any type
-            return Prepared(request.failed(too_large(error) if is_out_of_memory(error) else error))
+            return Prepared(request, request.failed(too_large(error) if is_out_of_memory(error) else error))
 
     with contextlib.ExitStack() as stack:
         results = prefetch(attempt, requests, num_workers=max(num_workers, 1), ahead=ahead)
@@ -268,11 +268,10 @@ def _answer_batch(
 ) -> list[Answer]:
     """Answers prepared requests of one rule; heads that were prepared alone are read once for all their tails."""
     started = time.perf_counter()
-    requests = {prepared: request for request, prepared in rows}
-    places = {prepared: number for number, prepared in enumerate(requests)}
-    heads = [fill_budget(model, processor, processing, request, prepared) for prepared, request in requests.items()]
+    places = {prepared: number for number, prepared in enumerate(dict.fromkeys(prepared for _, prepared in rows))}
+    heads = [fill_budget(model, processor, processing, prepared) for prepared in places]
     keep = Prepared.arguments(heads)
-    if not heads[0].head_only:
+    if heads[0].request.tail:
         return answer_prepared(model, processor, heads, started=started, **keep, **options)
     read = read_heads(model, processor, heads, **keep)
     asked = []

@@ -22,7 +22,7 @@ from stts_hf.modeling.generation_stts import resolve_setting
 from stts_hf.video.processors import OF_VIDEOS, block_grids
 from stts_hf.wording import did_you_mean
 
-from .requests import Answer, Prepared, Request, prepare
+from .requests import Answer, Prepared, prepare
 
 MAX_NEW_TOKENS = 256
 _PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids")
@@ -96,22 +96,19 @@ def score_blocks(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.
     return scores
 
 
-def fill_budget(
-    model: Any, processor: Processor, options: Mapping[str, Any], request: Request, prepared: Prepared
-) -> Prepared:
+def fill_budget(model: Any, processor: Processor, options: Mapping[str, Any], prepared: Prepared) -> Prepared:
     """
     Test-time scaling towards a budget: the request read again with 2, 4, 8, 16 times as many frames, as long as fewer
     blocks than its budget reach the threshold and its videos have more frames. Other requests stay as they are.
     """
-    rule = request.rule
+    rule = prepared.request.rule
     if rule is None or rule.threshold is None or not isinstance(rule.budget, int) or "pruning_ratio" not in options:
         return prepared
-    request = dataclasses.replace(request, tail="" if prepared.head_only else request.tail)
     for factor in (2, 4, 8, 16):
         above = [int((scores[1:] >= rule.threshold).sum()) for scores in score_blocks(model, prepared.inputs)]
         kept = dataclasses.replace(rule, budget=None).num_kept(block_grids(processor, prepared.inputs), above)
         scaled = {**options, "test_time_scaling": True, "pruning_ratio": 1 - 1 / factor}
-        more = prepared if sum(kept) >= rule.budget else prepare(processor, scaled, request)
+        more = prepared if sum(kept) >= rule.budget else prepare(processor, scaled, prepared.request)
         if more.begun.prompt_tokens <= prepared.begun.prompt_tokens:
             break
         prepared = more

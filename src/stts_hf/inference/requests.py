@@ -133,12 +133,12 @@ class Prepared:
     A request, decoded and tokenized.
 
     begun: the answer, with what is known before the model runs. inputs: one row, as the processor returns them, empty
-    with `begun.error`. head_only: whether its request has no tail. rule: how many blocks of each video stay.
+    with `begun.error`. rule: how many blocks of each video stay.
     """
 
+    request: Request
     begun: Answer
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    head_only: bool = False
     rule: KeepRule | None = None
 
     @staticmethod
@@ -247,4 +247,4 @@ def prepare(processor: Processor, options: Mapping[str, Any], request: Request) 
     rule = request.rule
     if rule is not None and isinstance(rule.budget, int):
         rule = dataclasses.replace(rule, budget=share_budget(rule.budget, grids))
-    return Prepared(begun, inputs, head_only=not request.tail, rule=rule)
+    return Prepared(request, begun, inputs, rule)

@@ -59,7 +59,7 @@ def pretend(monkeypatch):
     def pretend(prepare=lambda video: None, answer=lambda video: None):
         def prepare_request(processor, options, request):
             prepare(request.videos[0])
-            return Prepared(Answer(request.videos[0], request.tail))
+            return Prepared(request, Answer(request.videos[0], request.tail))
 
         def answer_prepared(model, processor, prepared, **options):
             for one in prepared:
