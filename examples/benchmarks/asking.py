@@ -71,13 +71,13 @@ class Questions:
     def ask_one_by_one(self) -> torch.Tensor:
         heads, row, found = self.read(), torch.zeros(1, dtype=torch.long), []
         for tail in self.tails(1):
-            found.append(heads.answer(self.model, heads.cache, row, tail, **self.options)[0])
+            found.append(heads.answer(self.model, heads.cache, row, tail, **self.options))
             heads.rewind()
         return torch.cat(found)
 
     def ask_together(self) -> torch.Tensor:
         heads, rows, (tail,) = self.read(), torch.zeros(QUESTIONS, dtype=torch.long), self.tails(QUESTIONS)
-        return heads.answer(self.model, heads.take(rows, keep=True), rows, tail, **self.options)[0]
+        return heads.answer(self.model, heads.take(rows, keep=True), rows, tail, **self.options)
 
 
 def measure_questions(workload: Workload, pruning_ratio: float, device: torch.device, repeats: int) -> dict[str, Any]:

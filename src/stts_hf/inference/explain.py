@@ -138,7 +138,7 @@ class Reading:
         model, row = model or self.model, torch.tensor([0])
         call = {"tower_cache": self.tower_cache, **rule_arguments(rule)}
         heads = read_heads(model, self.processor, [self.prepared], **call)
-        (new,), _ = heads.answer(model, heads.take(row, True), row, self.tail, **self.generation)
+        (new,) = heads.answer(model, heads.take(row, True), row, self.tail, **self.generation)
         (seen,) = heads.begun
         assert seen.keep_mask is not None  # there is a video
         self.charge(seen.keep_mask, heads.columns + 3 * self.answered(new).shape[1])  # it is rated twice

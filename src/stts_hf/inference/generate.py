@@ -84,7 +84,7 @@ def answer_prepared(
     options |= {"return_dict_in_generate": True, "tokenizer": processor.tokenizer}  # which `stop_strings` needs
     output = model.generate(**inputs, **options)
     new = output.sequences[:, inputs["input_ids"].shape[1] :]
-    return complete(model, processor, with_masks(prepared, output), new, inputs["attention_mask"], started)
+    return complete(model, processor, with_masks(prepared, output), new, started)
 
 
 @torch.no_grad()
@@ -160,10 +160,10 @@ class ReadHeads:
 
     def answer(
         self, model: Any, cache: Cache, rows: torch.Tensor, tails: Mapping[str, torch.Tensor], **options: Any
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ) -> torch.Tensor:
         """
-        Returns the new tokens (B, new) after tails, and the whole prompts (B, head tokens + tail tokens). cache: of the
-        heads `rows` (B,). tails: their tokens, padded on the left. options: of `model.generate`.
+        Returns the new tokens (B, new) after tails. cache: of the heads `rows` (B,). tails: their tokens, padded on the
+        left. options: of `model.generate`.
         """
         prompts = {}
         for name, head in self.tokens.items():
@@ -171,7 +171,7 @@ class ReadHeads:
             prompts[name] = torch.cat([head[rows], tail.to(head.device)], dim=-1)
         options |= {"return_dict_in_generate": True}
         output = model.generate(**prompts, past_key_values=cache, **options)
-        return output.sequences[:, prompts["input_ids"].shape[1] :], prompts
+        return cast(torch.Tensor, output.sequences[:, prompts["input_ids"].shape[1] :])
 
 
 def is_recurrent(layer: Any) -> bool:
@@ -215,11 +215,10 @@ def answer_tails(
     """
     Answers tails, at most `batch_size` at once.
 
-    asked: of each tail the row of its head, the answer as far as it is known, and the text. started: when the work
-    began, by `time.perf_counter`. keep: whether the heads are needed again.
+    asked: of each tail the row of its head, the head's answer, and the text. started: when the work began, by
+    `time.perf_counter`. keep: whether the heads are needed again.
     """
     new: dict[int, torch.Tensor] = {}
-    masks: dict[int, torch.Tensor] = {}
     options["tokenizer"] = processor.tokenizer
     tokens = [tokenize(processor, tail) for *_, tail in asked]
     lengths = [tail["input_ids"].shape[1] for tail in tokens]
@@ -229,11 +228,12 @@ def answer_tails(
         in_place = keep and len(asked) == 1  # the caller rewinds
         cache = heads.cache if in_place else heads.take(rows, keep or number < len(batches))
         tails = join_prompts(processor, [tokens[index] for index in batch])
-        found, prompts = heads.answer(model, cache, rows, tails, **options)
-        new |= zip(batch, found, strict=True)
-        masks |= zip(batch, prompts["attention_mask"], strict=True)
-    answers, of_prompts = ([some[index] for index in range(len(asked))] for some in (new, masks))
-    return complete(model, processor, [begun for _, begun, _ in asked], answers, of_prompts, started)
+        new |= zip(batch, heads.answer(model, cache, rows, tails, **options), strict=True)
+    begun = [
+        dataclasses.replace(answer, prompt_tokens=answer.prompt_tokens + length)
+        for (_, answer, _), length in zip(asked, lengths, strict=True)
+    ]
+    return complete(model, processor, begun, [new[index] for index in range(len(asked))], started)
 
 
 def batches_of(lengths: Sequence[int], batch_size: int, of_one_length: bool) -> list[list[int]]:
@@ -266,14 +266,9 @@ def with_masks(prepared: Sequence[Prepared], output: Mapping[str, Any]) -> list[
 
 
 def complete(
-    model: Any,
-    processor: Processor,
-    begun: Sequence[Answer],
-    new: Iterable[torch.Tensor],
-    masks: Iterable[torch.Tensor],
-    started: float,
+    model: Any, processor: Processor, begun: Sequence[Answer], new: Iterable[torch.Tensor], started: float
 ) -> list[Answer]:
-    """Answers with these new tokens. masks: attention masks of the prompts. started: by `time.perf_counter`."""
+    """Answers with these new tokens. started: by `time.perf_counter`."""
     tokens = [row.tolist() for row in new]
     seconds = (time.perf_counter() - started) / max(1, len(begun))
     ends = model.generation_config.eos_token_id
@@ -283,10 +278,9 @@ def complete(
             answer,
             answer=processor.decode(row, skip_special_tokens=True).strip(),
             new_tokens=next((count for count, token in enumerate(row, 1) if token in ends), len(row)),
-            prompt_tokens=int(mask.sum()),
             seconds=seconds,
         )
-        for answer, row, mask in zip(begun, tokens, masks, strict=True)
+        for answer, row in zip(begun, tokens, strict=True)
     ]
 
 
