@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText
 
-from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
+from stts_hf import auto_classes
 from stts_hf.benchmark.geometries import GEOMETRIES, Geometry
 from stts_hf.benchmark.presets import PRESETS, Workload
 
 HUB = Path(__file__).resolve().parents[2] / "hub_configs"
-CONFIGS: dict[str, Any] = {config.native.model_type: config for config in MODEL_CLASSES}
+CONFIGS: dict[str, Any] = {config.native.model_type: config for config in auto_classes.CONFIGS}
 TINY_GRID, GRID = (2, 3), (14, 26)  # of presets; the latter is 720p in 64 frames
 RATIOS = (0.0, 0.3, 0.4, 0.5, 0.7)
 WIDE = 64  # of a head of released towers, or more
@@ -29,7 +29,7 @@ def configs() -> dict[str, Any]:
     By geometry, without those of backbones that are `lacking`. Presets of towers that take any frame size are added to
     `GEOMETRIES`.
     """
-    by_type = {config.model_type: config for config in MODEL_CLASSES}
+    by_type = {config.model_type: config for config in auto_classes.CONFIGS}
     for path in HUB.glob("*/config.json"):
         written = json.loads(path.read_text())
         if "image_size" not in written["vision_config"]:
@@ -90,7 +90,7 @@ def released_workloads(name: str, size: str, memory: float) -> list[Workload]:
 
 
 def count_weights(size: str) -> int:
-    register_auto_classes()
+    auto_classes.register_auto_classes()
     with torch.device("meta"):
         model = AutoModelForImageTextToText.from_config(GEOMETRIES[size].config())
     return sum(parameter.numel() for parameter in model.parameters())

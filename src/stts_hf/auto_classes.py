@@ -14,22 +14,18 @@ from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfi
 from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
 
 _QWEN3 = (STTSQwen3VLConfig, STTSQwen3VLMoeConfig, STTSQwen3_5Config, STTSQwen3_5MoeConfig)
+CONFIGS: tuple[Any, ...] = (STTSConfig, *_QWEN3, STTSQwen2_5_VLConfig, STTSSmolVLMConfig)
 
 
-def _class_of(config: Any, auto_class: str) -> Any:
+def class_of(config: Any, auto_class: str = "AutoModel") -> Any:
     """The class that the `auto_map` of a configuration's checkpoints names, in this package."""
     module, name = config.auto_classes[auto_class].split(".")
     return getattr(importlib.import_module(f"stts_hf.modeling.{module}"), name)
 
 
-MODEL_CLASSES: dict[Any, Any] = {  # of each configuration class
-    config: _class_of(config, "AutoModel") for config in (STTSConfig, *_QWEN3, STTSQwen2_5_VLConfig, STTSSmolVLMConfig)
-}
-
-
 def register_auto_classes() -> None:
     """Registers config, model, processor and video processor with transformers' Auto classes; may be repeated."""
-    for config in MODEL_CLASSES:
+    for config in CONFIGS:
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto_class in config.auto_classes.keys() - {"AutoConfig"}:
-            getattr(transformers, auto_class).register(config, _class_of(config, auto_class), exist_ok=True)
+            getattr(transformers, auto_class).register(config, class_of(config, auto_class), exist_ok=True)

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig, Qwen3VLVisionConfig
 from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeConfig
 
-from stts_hf.auto_classes import MODEL_CLASSES
+from stts_hf.auto_classes import CONFIGS
 from stts_hf.modeling.configuration_stts import STTSConfig
 from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
 from stts_hf.modeling.modeling_stts import STTSForConditionalGeneration
@@ -202,7 +202,7 @@ def test_the_class_of_molmo2_refuses_qwens_checkpoints(loads, kind, tmp_path):
         loads.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("config", MODEL_CLASSES, ids=lambda config: config.model_type)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.model_type)
 def test_every_backbone_refuses_another_family(config, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ValueError, match="is a 'llama' model, but must be an STTS or"):

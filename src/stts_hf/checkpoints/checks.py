@@ -13,7 +13,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
-from stts_hf.auto_classes import MODEL_CLASSES
+from stts_hf.auto_classes import class_of
 from stts_hf.modeling.budget_stts import check_pruning_ratio
 from stts_hf.wording import listed
 
@@ -98,7 +98,7 @@ def check_generation_config(settings: dict[str, Any], config: Any) -> Iterator[F
 def empty_model(config: Any) -> Any:
     """Returns the model without memory for its weights (on the meta device), for names and shapes."""
     with torch.device("meta"):
-        return MODEL_CLASSES[type(config)](config)
+        return class_of(config)(config)
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def compare_weights(config: Any, tensors: Mapping[str, StoredTensor]) -> WeightC
     main_dtype(tensors)
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in tensors.items()}
     with usable("no model can be made of config.json and the weights", "correct or copy them again"), _quiet():
-        _, found = MODEL_CLASSES[type(config)].from_pretrained(
+        _, found = class_of(config).from_pretrained(
             None,
             config=config,
             state_dict=shapes,

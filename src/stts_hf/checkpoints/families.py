@@ -16,7 +16,7 @@ from transformers import (
 from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from stts_hf.auto_classes import MODEL_CLASSES, register_auto_classes
+from stts_hf.auto_classes import CONFIGS, class_of, register_auto_classes
 from stts_hf.modeling.processing_stts import STTSProcessor
 from stts_hf.modeling.processing_stts_smolvlm import STTSSmolVLMProcessor
 from stts_hf.modeling.settings_stts import PruningConfig
@@ -63,7 +63,7 @@ class Family:
     @property
     def model(self) -> Any:
         """The class with the head."""
-        return MODEL_CLASSES[self.config]
+        return class_of(self.config)
 
     @property
     def tags(self) -> list[str]:
@@ -90,7 +90,7 @@ _FIELDS: dict[str, Any] = {  # by our `model_type`: a family's fields but for th
     "stts_qwen2_5_vl": (Qwen2_5_VLProcessor, Qwen2VLImageProcessor, Qwen2VLVideoProcessor, *_QWEN_VL),
     "stts_smolvlm": (*_SMOLVLM, {"image_token_id": "<image>"}, _smolvlm_settings),
 }
-OWN = {config.model_type: Family(config, *_FIELDS[config.model_type]) for config in MODEL_CLASSES}
+OWN = {config.model_type: Family(config, *_FIELDS[config.model_type]) for config in CONFIGS}
 STOCK = {family.config.native.model_type: family for family in OWN.values()}
 
 

@@ -174,7 +174,7 @@ def load_model(checkpoint: str, config: Any, device: Any, *, revision: str | Non
 
 def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, **options: Any) -> tuple[Any, list[str]]:
     """Returns the model, and which of the scorer's weights are new. Raises `ValueError` for others that are."""
-    from stts_hf.auto_classes import MODEL_CLASSES
+    from stts_hf.auto_classes import class_of
 
     from .checks import WeightComparison, check_generation_config, compare_weights, is_scorer
     from .tensors import open_safetensors
@@ -187,7 +187,7 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
         found = compare_weights(config, open_safetensors(folder))
     fit = WeightComparison([name for name in found.missing if not is_scorer(name)], [], found.misshapen)
     raise_findings(f"checkpoint {checkpoint} cannot be loaded", [*wrong, *fit.findings()])
-    model = MODEL_CLASSES[type(config)].from_pretrained(
+    model = class_of(config).from_pretrained(
         checkpoint, config=config, revision=revision or "main", use_safetensors=True, **options
     )
     return model, [name for name in found.missing if is_scorer(name)]
