@@ -121,7 +121,7 @@ class Page:
         later: dict[str, Any] = {"trigger_mode": "always_last", "show_progress": "hidden", **turn}
         first = self.box.submit(self.ask, [self.box, *asked_with], outputs, api_name="ask", **later)
         example = self.chat.example_select(self.ask_example, asked_with, outputs, **quiet, **turn)
-        again = self.compare.click(self.ask_unpruned, asked_with, outputs, **quiet, **turn)
+        again = self.compare.click(self.ask_unpruned, [self.video, self.selector], outputs, **quiet, **turn)
         for answer in first, example, again:
             answer.success(self.draw, None, views, concurrency_id="drawing", **quiet)
         self.box.stop(None, None, self.box, js=STOPPING, **quiet)
@@ -152,12 +152,6 @@ class Page:
         questions = OF_SAMPLE if Path(video).name == self.sample.name else OF_ANY
         yield {self.chat: gr.Chatbot(examples=[{"text": question} for question in questions])}
 
-    def ask(
-        self, question: str, video: str | None, percent: float, selector: str, request: gr.Request, threshold: float = 0
-    ) -> Iterator[Changes]:
-        """Streams the answer to a question; shows the timeline once the video is read."""
-        yield from self._ask(question, video, rule_of(percent, threshold), selector, request)
-
     def ask_example(
         self,
         video: str | None,
@@ -165,21 +159,27 @@ class Page:
         selector: str,
         request: gr.Request,
         chosen: gr.SelectData,
-        level: float = 0,
+        threshold: float = 0,
     ) -> Iterator[Changes]:
-        yield from self._ask(chosen.value["text"], video, rule_of(percent, level), selector, request)
+        yield from self.ask(chosen.value["text"], video, percent, selector, request, threshold)
 
-    def ask_unpruned(
-        self, video: str | None, percent: float, selector: str, request: gr.Request, threshold: float = 0
-    ) -> Iterator[Changes]:
+    def ask_unpruned(self, video: str | None, selector: str, request: gr.Request) -> Iterator[Changes]:
         """Asks the last question again without pruning; timeline and overlay stay those of the pruned clip."""
         visit = self.visits.find(str(request.session_hash))
         if visit is not None and visit.turns:
-            yield from self._ask(visit.turns[-1].question, video, KeepRule(0.0), selector, request, shows=False)
+            yield from self.ask(visit.turns[-1].question, video, 0, selector, request, shows=False)
 
-    def _ask(
-        self, question: str, video: str | None, rule: KeepRule, selector: str, request: gr.Request, shows: bool = True
+    def ask(
+        self,
+        question: str,
+        video: str | None,
+        percent: float,
+        selector: str,
+        request: gr.Request,
+        threshold: float = 0,
+        shows: bool = True,
     ) -> Iterator[Changes]:
+        """Streams the answer to a question. shows: whether timeline and overlay follow, once the video is read."""
         owner = str(request.session_hash)
         if video is None:
             raise complaint(ValueError("There is no video yet. Choose one, or use the sample clip."), "")
@@ -195,6 +195,7 @@ class Page:
             yield {**waiting, self.chat: page.messages([*visit.turns, turn])}
             progress, saw = None, Changes()
             try:
+                rule = KeepRule(threshold=threshold) if threshold else KeepRule(percent / 100)  # as sliders say
                 asked_for = (owner, video, question, rule, selector)
                 self.answerer.check(*asked_for)
                 with contextlib.closing(self.answer(*asked_for)) as answer:
@@ -296,11 +297,6 @@ class Page:
             with contextlib.suppress(FileNotFoundError):
                 if path.is_file() and time.time() - path.stat().st_mtime > BROKEN_OFF:
                     path.unlink()
-
-
-def rule_of(percent: float, threshold: float) -> KeepRule:
-    """What the sliders say: by a threshold, or by the share where that is 0."""
-    return KeepRule(threshold=threshold) if threshold else KeepRule(percent / 100)
 
 
 def take_no_addresses(video: gr.Video) -> None:
