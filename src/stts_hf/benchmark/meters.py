@@ -8,6 +8,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import psutil
@@ -23,8 +24,23 @@ FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser_step"
 TOTAL = "total"
 # In the order of the tables.
 STAGES = (VISION_TOWER, CONNECTOR, SEQUENCE, LANGUAGE_MODEL, FORWARD, BACKWARD, OPTIMISER, TOTAL, DECODE_TOKEN)
+# Of a prompt, as commands and pages show them.
+COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 
 Result = TypeVar("Result")
+
+
+@dataclass
+class Cost:
+    """
+    Of a prompt. tokens: in the cache. cache_bytes: of keys and values. flops: by `COLUMNS`. rounds: milliseconds of
+    each pass by `COLUMNS`, in the order in which the variants took turns.
+    """
+
+    tokens: int = 0
+    cache_bytes: int = 0
+    flops: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, list[float]] = field(default_factory=lambda: {column: [] for column in COLUMNS})
 
 
 class Clock:

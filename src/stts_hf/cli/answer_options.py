@@ -1,4 +1,4 @@
-"""The options, the output file and the messages of `stts-hf predict` and `stts-hf eval`."""
+"""The output file and the messages of `stts-hf predict` and `stts-hf eval`."""
 
 import argparse
 import contextlib
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import refused
-from stts_hf.cli.options import add_model_options, count, natural, positive, processing
+from stts_hf.cli.options import processing
 from stts_hf.cli.progress import note, progress_bar
 
 if TYPE_CHECKING:
@@ -19,29 +19,6 @@ MOST_WORKERS = 4  # by default
 Row = Mapping[str, Any]
 Write = Callable[[Row], None]
 Engine = tuple[object, Callable[[Iterable[Row]], Generator[dict[str, Any], None, None]]]  # where it runs; answers rows
-
-
-def add_answer_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Adds the options of model, frames, answers and decoding. max_new_tokens: the default."""
-    add_model_options(parser, max_new_tokens)
-    parser.add_argument("--batch-size", type=count, default=8, metavar="N", help="questions per batch (default: 8)")
-    add_decoding_options(parser)
-
-
-def add_decoding_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--workers",
-        type=natural,
-        metavar="N",
-        help="processes that decode ahead; 0: one thread (default: one per core, at most 4)",
-    )
-    parser.add_argument(
-        "--decode-timeout",
-        type=positive,
-        default=600,
-        metavar="S",
-        help="seconds allowed for reading the videos and images of one row (default: 600)",
-    )
 
 
 def workers_of(arguments: argparse.Namespace) -> int:
@@ -97,24 +74,27 @@ def answer_left(
     path: Path | None,
     rows: Sequence[Row],
     records: Mapping[str, Any],
-    start: Callable[[], Any],
+    start: Callable[[contextlib.ExitStack], Engine],
     write: Write,
     words: str,
 ) -> tuple[int, float]:
-    """Writes a record of each row that has none; messages say `path` and `words`. Returns their number, and seconds."""
+    """
+    Writes a record of each row that has none; messages say `path` and `words`. Returns their number, and seconds.
+    start: of the engine; what it opens on the stack is closed at the end.
+    """
     left = [row for row in rows if row["id"] not in records]
     if len(left) < len(rows):
         note(f"{len(rows) - len(left)} of {len(rows)} rows are answered in {path} already")
     if not left:
         return 0, 0.0
-    with start() as (place, answer):
+    with contextlib.ExitStack() as stack:
+        place, answer = start(stack)
         note(f"{words}: {len(left)} rows on {place} ...")
         started = time.perf_counter()
-        bar = progress_bar(len(rows), "row", done=len(rows) - len(left))
-        with bar, contextlib.closing(answer(left)) as found:
-            for record in found:
-                write(record)
-                bar.update()
+        bar = stack.enter_context(progress_bar(len(rows), "row", done=len(rows) - len(left)))
+        for record in stack.enter_context(contextlib.closing(answer(left))):
+            write(record)
+            bar.update()
         return len(left), time.perf_counter() - started
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import check_writable, count, device_name
+from stts_hf.cli.options import add_options, check_writable, count, device_name
 from stts_hf.cli.progress import note
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import did_you_mean, share
@@ -36,13 +36,7 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--preset",
-        type=preset_name,
-        default=DEFAULT_PRESET,
-        metavar="NAME",
-        help=f"what to measure; see --list (default: {DEFAULT_PRESET})",
-    )
+    add_options(parser, table={"preset": (preset_name, DEFAULT_PRESET, "NAME", "what to measure; see --list")})
     parser.add_argument("--list", action="store_true", help="print the presets with their run times, and exit")
     parser.add_argument(
         "--output",

@@ -1,17 +1,16 @@
 """`stts-hf calibrate CHECKPOINT INPUT... --keep 0.2`: finds the score threshold that keeps a share of your videos."""
 
 import argparse
-import contextlib
 import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.answer_options import add_decoding_options, answer_left, open_output, print_problems, workers_of
+from stts_hf.cli.answer_options import Engine, answer_left, open_output, print_problems, workers_of
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
-from stts_hf.cli.options import add_keep_options, add_running_options, check_output, check_writable, processing, share
+from stts_hf.cli.options import DECODING, RUNNING, add_options, check_output, check_writable, processing, share
 from stts_hf.cli.predict import add_input_options, check_urls, find_rows
 from stts_hf.cli.progress import note, print_lines
 from stts_hf.selectors import SELECTORS
@@ -29,14 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", type=share, required=True, metavar="K", help="share of video tokens to keep, 0 to 1")
     mean = "mean over videos, each the same (default), or over tokens, where long videos count more"
     parser.add_argument("--mean", choices=("videos", "tokens"), default="videos", help=mean)
-    add_keep_options(parser, "min_pruning_ratio", "max_pruning_ratio")
+    add_options(parser, "min_pruning_ratio", "max_pruning_ratio")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--write", action="store_true", help="write the threshold into the config.json of CHECKPOINT")
     target.add_argument("--output", type=Path, metavar="FOLDER", help="new folder for a copy with the threshold")
     scores = f"file of the scores, continued if it exists, with a picture beside it (default: {SCORES})"
     parser.add_argument("--scores", type=Path, default=SCORES, metavar="FILE.jsonl", help=scores)
-    add_running_options(parser)
-    add_decoding_options(parser)
+    add_options(parser, *RUNNING, "selector", "allow_urls", *DECODING)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -85,12 +83,11 @@ def score(arguments: argparse.Namespace, predictor: "Predictor", rows: Sequence[
 
     vision, folder = predictor.config.vision_config, Path(arguments.checkpoint)
 
-    def start() -> Any:
+    def start(_: object) -> Engine:
         model = load_weights(arguments, predictor)
         if SELECTORS[vision.selector].is_learned and not is_scorer_trained(model):
             raise CommandError(f"CHECKPOINT {folder} has an untrained scorer; train it, or pass --selector cosine")
-        answer = functools.partial(score_rows, model, predictor.processor, **predictor.options)
-        return contextlib.nullcontext((model.device, answer))
+        return model.device, functools.partial(score_rows, model, predictor.processor, **predictor.options)
 
     files = [*folder.glob("*.safetensors"), *folder.glob("*processor_config.json")]  # a new threshold changes no score
     weights = digest_files(sorted(files)) if files else [str(folder), getattr(predictor.config, "_commit_hash", None)]

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import KEEP_OPTIONS, processing
+from stts_hf.cli.options import KEEP, processing
 from stts_hf.cli.progress import import_libraries, note, stage
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
 
 OF_PREDICTOR = {
-    *("checkpoint", "revision", "selector", "device", "dtype", *KEEP_OPTIONS),
+    *("checkpoint", "revision", "selector", "device", "dtype", *KEEP),
     *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
 }
 TINY = Path("hub_configs") / "stts-tiny"

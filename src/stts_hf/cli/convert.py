@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from stts_hf.cli.errors import refused
-from stts_hf.cli.options import add_keep_options, check_writable
+from stts_hf.cli.options import KEEP, add_options, check_writable
 from stts_hf.selectors import SELECTORS
 
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="layout of kept patches (default: the source's; an original training checkpoint has "
         "first_fit_descending with refill)",
     )
-    add_keep_options(parser)
+    add_options(parser, *KEEP)
     parser.add_argument("--selector", choices=SELECTORS, help="selection method")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype (default: the source's)")
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="maximum size of a file (default: 5GB)")

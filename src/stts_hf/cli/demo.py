@@ -3,33 +3,30 @@
 import argparse
 import signal
 import socket
-from collections.abc import Callable
 from pathlib import Path
 
 from stts_hf.cli.checkpoint_options import TINY, about_scorer, load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
-from stts_hf.cli.options import add_model_options, count, positive, processing
+from stts_hf.cli.options import MODEL, Option, add_options, count, positive, processing
 from stts_hf.cli.progress import note
 
 ABOUT_TINY = "stts-tiny knows a few shapes, colours and letters in made-up clips, and nothing else."
-# Of `Limits`: type, default, metavar and help.
-LIMITS: dict[str, tuple[Callable[[str], float], int, str, str]] = {
-    "upload_mb": (count, 200, "MB", "maximum size of an uploaded file"),
-    "seconds": (positive, 600, "S", "maximum duration of a video"),
-    "clips": (count, 4, "N", "maximum number of encoded videos in memory, over all visitors"),
-    "answers": (count, 2, "N", "maximum number of concurrent answers; further questions wait"),
+# Of `Limits`.
+LIMITS: dict[str, Option] = {
+    "max_upload_mb": (count, 200, "MB", "maximum size of an uploaded file"),
+    "max_seconds": (positive, 600, "S", "maximum duration of a video"),
+    "max_clips": (count, 4, "N", "maximum number of encoded videos in memory, over all visitors"),
+    "max_answers": (count, 2, "N", "maximum number of concurrent answers; further questions wait"),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_options(parser, max_new_tokens=64, urls=False)
+    add_options(parser, *MODEL, "selector")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only); 0.0.0.0: all"
     )
     parser.add_argument("--port", type=int, default=7860, help="port to listen on (default: 7860)")
-    for name, (kind, default, metavar, words) in LIMITS.items():
-        option = f"--max-{name.replace('_', '-')}"
-        parser.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{words} (default: {default})")
+    add_options(parser, table=LIMITS)
 
 
 def execute(arguments: argparse.Namespace) -> None:
@@ -49,7 +46,7 @@ def execute(arguments: argparse.Namespace) -> None:
     from stts_hf.inference.assistant import VideoAssistant
     from stts_hf.keeping import rule_arguments, set_rule
 
-    limits = Limits(**{name: getattr(arguments, f"max_{name}") for name in (*LIMITS, "new_tokens")})
+    limits = Limits(**{name.removeprefix("max_"): getattr(arguments, name) for name in (*LIMITS, "max_new_tokens")})
     assistant = VideoAssistant(load_weights(arguments, predictor), predictor.processor)
     set_rule(assistant.model.config.vision_config, rule_arguments(predictor.rule))
     name = Path(arguments.checkpoint).name

@@ -1,24 +1,16 @@
 """`stts-hf eval ROWS.jsonl`: scores a checkpoint on the questions of a data set, by type."""
 
 import argparse
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from stts_hf.cli.answer_options import (
-    add_answer_options,
-    answer_left,
-    open_output,
-    print_problems,
-    settings_of,
-    workers_of,
-)
+from stts_hf.cli.answer_options import Engine, answer_left, open_output, print_problems, settings_of, workers_of
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
-from stts_hf.cli.options import check_output
+from stts_hf.cli.options import DECODING, MODEL, add_options, check_output
 from stts_hf.wording import listed
 
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
@@ -31,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS.jsonl",
         help="JSONL file of questions with answers, options, videos or images, and types; see docs/evaluation.md",
     )
-    add_answer_options(parser, max_new_tokens=16)
+    add_options(parser, *MODEL, "selector", "allow_urls", "batch_size", *DECODING, max_new_tokens=16)
     parser.add_argument(
         "--without-options",
         action="store_true",
@@ -66,10 +58,9 @@ def execute(arguments: argparse.Namespace) -> int:
     settings |= settings_of(arguments, predictor)
     settings |= {"without_options": True} if arguments.without_options else {}
 
-    def start() -> Any:
+    def start(_: object) -> Engine:
         model = load_weights(arguments, predictor)
-        answer = functools.partial(evaluate, model, predictor.processor, **predictor.options)
-        return contextlib.nullcontext((model.device, answer))
+        return model.device, functools.partial(evaluate, model, predictor.processor, **predictor.options)
 
     with open_output(arguments.output, settings, columns=COLUMNS) as (records, write, finish):
         answer_left(arguments.output, rows, records, start, write, f"Answering, {in_words(predictor.rule)}")

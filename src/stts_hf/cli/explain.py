@@ -2,18 +2,16 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
-from stts_hf.cli.options import add_model_options, check_output, is_url, processing, seconds
+from stts_hf.cli.options import MODEL, OPTIONS, add_options, check_output, is_url, processing, seconds
 from stts_hf.cli.progress import print_lines, stage
 from stts_hf.cli.run import FRAME_SIDE, check_video
 from stts_hf.wording import shown_name
 
 PAGE = Path("explanation.html")
-# As of `stts-hf run`.
-DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "revision": None, "dtype": "auto", "allow_urls": False}
+REPEATED = ("max_new_tokens", "revision", "dtype", "allow_urls")  # by the commands, beside rule, selector and frames
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("question", metavar="QUESTION", help="question about the video")
     parser.add_argument("--expected", metavar="TEXT", help="right answer (default: the answer with nothing dropped)")
     parser.add_argument("--at", type=seconds, metavar="SECONDS", help="moment of the video that the question is about")
-    add_model_options(parser, DEFAULTS["max_new_tokens"])
+    add_options(parser, *MODEL, "selector", "allow_urls")
     parser.add_argument("--output", type=Path, default=PAGE, metavar="PATH", help=f"page to write (default: {PAGE})")
 
 
@@ -58,8 +56,8 @@ def execute(arguments: argparse.Namespace) -> int:
     for name, finding in settings_of(found).items():
         print(f"{name + ':':<32}{finding.answer.answer or '(empty)'} ({finding.probability:.0%})")
     print("", *sentences(found), sep="\n")
-    given = {name: getattr(arguments, name) for name in DEFAULTS}
-    given = processing(arguments) | {name: value for name, value in given.items() if value != DEFAULTS[name]}
+    repeated = {name: getattr(arguments, name) for name in REPEATED}
+    given = processing(arguments) | {name: value for name, value in repeated.items() if value != OPTIONS[name][1]}
     for command in commands(found, video, arguments.checkpoint, given):
         print(f"  {command}")
     names = name, checkpoint = Path(video).name, shown_name(arguments.checkpoint)

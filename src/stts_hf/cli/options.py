@@ -4,7 +4,7 @@ import argparse
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,62 +53,59 @@ def is_url(source: str) -> bool:
     return source.lower().startswith(("http://", "https://"))
 
 
-def add_model_options(
-    parser: argparse.ArgumentParser, max_new_tokens: int, *, selector: bool = True, urls: bool = True
-) -> None:
-    """Adds options of the model, what stays, frames, device, answer length, and optionally selector and downloads."""
-    parser.add_argument(
-        "--checkpoint",
-        metavar="PATH_OR_REPO",
-        help="folder or Hub repository of an STTS checkpoint; its code is not executed. "
+# How the value is read: its type or its choices, None for a flag; then default, metavar, and help.
+Option = tuple[Callable[[str], Any] | Collection[str] | None, Any, str | None, str]
+OPTIONS: dict[str, Option] = {
+    "checkpoint": (
+        str,
+        None,
+        "PATH_OR_REPO",
+        "folder or Hub repository of an STTS checkpoint; its code is not executed. "
         "Default: stts-tiny of a source checkout, a demo model that knows only a few shapes, colours and letters",
-    )
-    add_keep_options(parser)
-    parser.add_argument(
-        "--test-time-scaling",
-        action="store_true",
-        help="sample 1 / (1 - K) times as many frames, for the same number of tokens, or until the budget is full",
-    )
-    length = f"maximum new tokens per answer (default: {max_new_tokens})"
-    parser.add_argument("--max-new-tokens", type=count, default=max_new_tokens, metavar="N", help=length)
-    add_running_options(parser, selector=selector, urls=urls)
-
-
-# What a call may say of how many blocks stay, as in `modeling/budget_stts.py`, which imports PyTorch.
-KEEP_OPTIONS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "pruning_ratio": (share, "K", "share of video tokens to drop, 0 to 1"),
-    "score_threshold": (float, "S", "keep the blocks that score at least S, in place of a ratio; see calibrate"),
-    "min_pruning_ratio": (share, "K", "minimum share of a video that a threshold drops"),
-    "max_pruning_ratio": (share, "K", "maximum share of a video that a threshold drops"),
-    "video_token_budget": (count, "N", "maximum number of video tokens per question"),
+    ),
+    "pruning_ratio": (share, None, "K", "share of video tokens to drop, 0 to 1"),
+    "score_threshold": (float, None, "S", "keep the blocks that score at least S, in place of a ratio; see calibrate"),
+    "min_pruning_ratio": (share, None, "K", "minimum share of a video that a threshold drops"),
+    "max_pruning_ratio": (share, None, "K", "maximum share of a video that a threshold drops"),
+    "video_token_budget": (count, None, "N", "maximum number of video tokens per question"),
+    "test_time_scaling": (
+        None,
+        False,
+        None,
+        "sample 1 / (1 - K) times as many frames, for the same number of tokens, or until the budget is full",
+    ),
+    "max_new_tokens": (count, 64, "N", "maximum new tokens per answer"),
+    "revision": (str, None, None, "branch, tag or commit of a Hub repository"),
+    "num_frames": (count, None, "N", "maximum frames (default: checkpoint's)"),
+    "max_fps": (positive, None, "R", "maximum frame rate (default: checkpoint's)"),
+    "device": (device_name, "auto", None, "device: auto, cpu, cuda, cuda:1, mps, ..."),
+    "dtype": (("auto", "float32", "bfloat16", "float16"), "auto", None, "dtype of the model"),
+    "selector": (SELECTORS, None, None, "selection method (default: checkpoint's)"),
+    "allow_urls": (None, False, None, "allow http(s) addresses as videos"),
+    "batch_size": (count, 8, "N", "questions per batch"),
+    "workers": (natural, None, "N", "processes that decode ahead; 0: one thread (default: one per core, at most 4)"),
+    "decode_timeout": (positive, 600, "S", "seconds allowed for reading the videos and images of one row"),
 }
+# What a call may say of how many blocks stay, as in `modeling/budget_stts.py`, which imports PyTorch.
+KEEP = ("pruning_ratio", "score_threshold", "min_pruning_ratio", "max_pruning_ratio", "video_token_budget")
+RUNNING = ("revision", "num_frames", "max_fps", "device", "dtype")
+MODEL = ("checkpoint", *KEEP, "test_time_scaling", "max_new_tokens", *RUNNING)
+DECODING = ("workers", "decode_timeout")
 
 
-def add_keep_options(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Adds the options of how many blocks stay, or some of them."""
-    for name in names or KEEP_OPTIONS:
-        kind, metavar, words = KEEP_OPTIONS[name]
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=words)
-
-
-def add_running_options(parser: argparse.ArgumentParser, *, selector: bool = True, urls: bool = True) -> None:
-    """Adds options of revision, frames, device, and optionally of selector and downloads."""
-    parser.add_argument("--revision", help="branch, tag or commit of a Hub repository")
-    parser.add_argument("--num-frames", type=count, metavar="N", help="maximum frames (default: checkpoint's)")
-    parser.add_argument("--max-fps", type=positive, metavar="R", help="maximum frame rate (default: checkpoint's)")
-    parser.add_argument(
-        "--device", type=device_name, default="auto", help="device: auto (default), cpu, cuda, cuda:1, mps, ..."
-    )
-    parser.add_argument(
-        "--dtype",
-        default="auto",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        help="dtype of the model (default: auto)",
-    )
-    if selector:
-        parser.add_argument("--selector", choices=SELECTORS, help="selection method (default: checkpoint's)")
-    if urls:
-        parser.add_argument("--allow-urls", action="store_true", help="allow http(s) addresses as videos")
+def add_options(
+    parser: argparse.ArgumentParser, *names: str, table: Mapping[str, Option] = OPTIONS, **defaults: Any
+) -> None:
+    """Adds some options of a table, or all. defaults: in place of the table's."""
+    for name in names or table:
+        kind, default, metavar, words = table[name]
+        default = defaults.get(name, default)
+        given: dict[str, Any] = {"help": f"{words} (default: {default})" if default else words}
+        if kind is None:
+            given["action"] = "store_true"
+        else:
+            given |= {"type" if callable(kind) else "choices": kind, "default": default, "metavar": metavar}
+        parser.add_argument(f"--{name.replace('_', '-')}", **given)
 
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:

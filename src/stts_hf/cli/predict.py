@@ -4,23 +4,14 @@ import argparse
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stts_hf.cli.answer_options import (
-    Engine,
-    Row,
-    add_answer_options,
-    answer_left,
-    open_output,
-    print_problems,
-    settings_of,
-    workers_of,
-)
+from stts_hf.cli.answer_options import Engine, Row, answer_left, open_output, print_problems, settings_of, workers_of
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint, predictor_options
 from stts_hf.cli.errors import CommandError, need_extras, one_line, refused
-from stts_hf.cli.options import check_output, count, is_url, natural, positive
+from stts_hf.cli.options import DECODING, MODEL, Option, add_options, check_output, count, is_url, natural, positive
 from stts_hf.cli.progress import print_lines, stage
 
 if TYPE_CHECKING:
@@ -32,16 +23,18 @@ NUMBERS = ("video_tokens_kept", "video_tokens", "prompt_tokens", "new_tokens", "
 COLUMNS: dict[str, Any] = {"id": object, "video": object, "prompt": object, "answer": str, "error": str | None}
 COLUMNS |= dict.fromkeys(NUMBERS, int) | {"seconds": float}
 
-_RAY_OPTIONS: dict[str, dict[str, Any]] = {
-    "address": {
-        "metavar": "HOST:PORT",
-        "help": "address of the Ray cluster; auto: the cluster running on this machine; local: a new one for this run "
+RAY: dict[str, Option] = {
+    "address": (
+        str,
+        None,
+        "HOST:PORT",
+        "address of the Ray cluster; auto: the cluster running on this machine; local: a new one for this run "
         "(default: RAY_ADDRESS, else local)",
-    },
-    "models": {"type": count, "metavar": "N", "help": "number of models on Ray (default: as many as fit)"},
-    "cpus": {"type": positive, "metavar": "N", "help": "CPUs per model on Ray (default: 1; with a GPU up to 4)"},
-    "gpus": {"type": float, "metavar": "N", "help": "GPUs per model on Ray, 0 to 1 (default: 1 if there are any)"},
-    "retries": {"type": natural, "metavar": "N", "help": "retries of rows whose process on Ray died (default: 2)"},
+    ),
+    "models": (count, None, "N", "number of models on Ray (default: as many as fit)"),
+    "cpus": (positive, None, "N", "CPUs per model on Ray (default: 1; with a GPU up to 4)"),
+    "gpus": (float, None, "N", "GPUs per model on Ray, 0 to 1 (default: 1 if there are any)"),
+    "retries": (natural, None, "N", "retries of rows whose process on Ray died (default: 2)"),
 }
 
 
@@ -55,11 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)",
     )
     parser.add_argument("--retry-errors", action="store_true", help="ask rows with an error in --output again")
-    add_answer_options(parser, max_new_tokens=64)
+    add_options(parser, *MODEL, "selector", "allow_urls", "batch_size", *DECODING)
     engines = "local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster"
     parser.add_argument("--engine", choices=("local", "ray"), default="local", help=engines)
-    for name, given in _RAY_OPTIONS.items():
-        parser.add_argument(f"--{name}", **given)
+    add_options(parser, table=RAY)
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
@@ -116,7 +108,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises `CommandError` for what is wrong before anything slow happens."""
-    given = [name for name in _RAY_OPTIONS if getattr(arguments, name) is not None]
+    given = [name for name in RAY if getattr(arguments, name) is not None]
     check_urls(arguments)
     if arguments.engine == "local" and given:
         raise CommandError(f"--{given[0]} needs --engine ray")
@@ -137,25 +129,22 @@ def check_urls(arguments: argparse.Namespace) -> None:
         raise CommandError(f"INPUT {urls[0]} is a URL; allow its download with --allow-urls")
 
 
-@contextlib.contextmanager
-def start_engine(arguments: argparse.Namespace, predictor: "Predictor") -> Iterator[Engine]:
-    """Gives one model in this process, or several on Ray. Raises `CommandError`."""
+def start_engine(arguments: argparse.Namespace, predictor: "Predictor", stack: contextlib.ExitStack) -> Engine:
+    """Returns one model in this process, or several on Ray, which `stack` leaves. Raises `CommandError`."""
     if arguments.engine == "local":
-        yield str(load_weights(arguments, predictor).device), predictor.predict
-        return
+        return load_weights(arguments, predictor).device, predictor.predict
     from stts_hf.inference.on_ray import RayFailed, choose_slots, connect, predict_on_ray
 
     options = predictor_options(arguments)
     if arguments.workers is not None:
         options["num_workers"] = arguments.workers
-    with contextlib.ExitStack() as stack:
-        with refused("--"), stage("Connecting to Ray"):
-            machines = stack.enter_context(connect(arguments.address))
-            slots = choose_slots(machines, arguments.device, arguments.models, arguments.cpus, arguments.gpus)
-        place = f"Ray ({slots.models} models, each with {slots.gpus:g} GPUs and {slots.cpus:g} CPUs)"
-        retries = {} if arguments.retries is None else {"retries": arguments.retries}
-        with refused("--engine ray: ", RayFailed):
-            yield place, functools.partial(predict_on_ray, options=options, slots=slots, **retries)
+    with refused("--"), stage("Connecting to Ray"):
+        machines = stack.enter_context(connect(arguments.address))
+        slots = choose_slots(machines, arguments.device, arguments.models, arguments.cpus, arguments.gpus)
+    place = f"Ray ({slots.models} models, each with {slots.gpus:g} GPUs and {slots.cpus:g} CPUs)"
+    retries = {} if arguments.retries is None else {"retries": arguments.retries}
+    stack.enter_context(refused("--engine ray: ", RayFailed))
+    return place, functools.partial(predict_on_ray, options=options, slots=slots, **retries)
 
 
 def is_parquet(output: Path | None) -> bool:

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -79,16 +79,3 @@ def keep_bars_out_of_logs() -> None:
     if not sys.stderr.isatty():
         disable_progress_bars()
         logging.disable_progress_bar()
-
-
-class TokenBar:
-    """A streamer for `generate` that counts an answer's tokens on a bar."""
-
-    def __init__(self, bar: "tqdm | ProgressLines"):
-        self.bar = bar
-
-    def put(self, value: Any) -> None:
-        self.bar.update(value.dim() == 1)  # the first is the prompt, (1, L)
-
-    def end(self) -> None:
-        pass

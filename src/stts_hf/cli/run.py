@@ -3,12 +3,13 @@
 import argparse
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.checkpoint_options import about_scorer, load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import FORMATS, add_model_options, check_output, is_url, processing
-from stts_hf.cli.progress import TokenBar, print_lines, progress_bar, stage
+from stts_hf.cli.options import FORMATS, MODEL, add_options, check_output, is_url, processing
+from stts_hf.cli.progress import print_lines, progress_bar, stage
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="video file, or an http(s) address with --allow-urls; for several videos see stts-hf predict",
     )
     parser.add_argument("question", metavar="QUESTION", help="question about the video")
-    add_model_options(parser, max_new_tokens=64)
+    add_options(parser, *MODEL, "selector", "allow_urls")
     parser.add_argument("--output", type=Path, metavar="PATH", help=f"picture to write (default: {PICTURE})")
     parser.add_argument(
         "--time",
@@ -43,18 +44,21 @@ def execute(arguments: argparse.Namespace) -> int:
 
         return predict.execute(as_prediction(arguments))
     predictor, prepared = open_video(arguments, arguments.videos[0])
-    path = arguments.output or PICTURE
-    answer = generate(arguments, predictor, prepared)
+    from stts_hf.keeping import KeepRule, in_words
+
+    path, selector = arguments.output or PICTURE, predictor.model.config.vision_config.selector
+    answer = generate(arguments, predictor, prepared, in_words(predictor.rule))
     print_answer(answer)
     with stage(f"Drawing {path}"):
-        draw(answer, path, *about_scorer(arguments.checkpoint, [predictor.model.config.vision_config.selector]))
+        draw(answer, path, *about_scorer(arguments.checkpoint, [selector]))
     print_lines(picture=str(path))
     if arguments.time:
-        from stts_hf.cli.stock_times import compare_with_stock, print_times, time_prompts
+        from stts_hf.cli.stock_times import print_times, time_prompts
 
-        model = predictor.model
-        variants = compare_with_stock(predictor.rule, model.config.vision_config.selector)
-        print_times(time_prompts(model, prepared.inputs, variants), model.num_parameters())
+        variants = {"STTS, none dropped": (KeepRule(0.0), selector)}
+        if predictor.rule.ratio != 0:
+            variants[f"STTS, {in_words(predictor.rule)}"] = (predictor.rule, selector)
+        print_times(time_prompts(predictor.model, prepared.inputs, variants), predictor.model.num_parameters())
     return 0
 
 
@@ -81,31 +85,15 @@ def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", 
         return predictor, fill_budget(predictor.model, processor, options, prepared)
 
 
-def generate(
-    arguments: argparse.Namespace,
-    predictor: "Predictor",
-    prepared: "Prepared",
-    selector: str = "",
-    *,
-    whole: bool = False,
-) -> "Answer":
-    """Returns the greedy answer. selector: named in the progress message. whole: whether nothing is dropped."""
-    from dataclasses import replace
-
+def generate(arguments: argparse.Namespace, predictor: "Predictor", prepared: "Prepared", how: str) -> "Answer":
+    """Returns the greedy answer. how: for the progress message."""
     from stts_hf.inference.generate import answer_prepared
-    from stts_hf.inference.requests import Prepared
-    from stts_hf.keeping import KeepRule, in_words
 
-    rule = KeepRule(0.0) if whole else predictor.rule
-    prepared = replace(prepared, rule=rule) if whole else prepared
-    by = f" by {selector}" if selector else ""
-    with (
-        stage(f"Answering, {in_words(rule)}{by}"),
-        progress_bar(arguments.max_new_tokens, "token") as bar,
-        refused(),
-    ):
-        options = {"max_new_tokens": arguments.max_new_tokens, **Prepared.arguments([prepared])}
-        options |= {"do_sample": False, "streamer": TokenBar(bar)}
+    with stage(f"Answering, {how}"), progress_bar(arguments.max_new_tokens, "token") as bar, refused():
+        options = {"max_new_tokens": arguments.max_new_tokens, **prepared.arguments([prepared])}
+        # Gets the prompt (1, L) first, then each token of the answer.
+        streamer = SimpleNamespace(put=lambda value: bar.update(value.dim() == 1), end=lambda: None)
+        options |= {"do_sample": False, "streamer": streamer}
         return answer_prepared(predictor.model, predictor.processor, [prepared], **options)[0]
 
 

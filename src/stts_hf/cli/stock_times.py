@@ -1,42 +1,21 @@
 """What a prompt costs by the stock model and by STTS, unpruned and pruned: tokens, cache, FLOPs, and times."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from stts_hf.benchmark.meters import LANGUAGE_MODEL, TOTAL, VISION_TOWER, Clock, FlopClock, StageRecorder
+from stts_hf.benchmark.meters import COLUMNS, Clock, Cost, FlopClock, StageRecorder
 from stts_hf.benchmark.models import stock_inputs, stock_twin
 from stts_hf.cli.checkpoint_options import SMALL
 from stts_hf.cli.progress import note, progress_bar, stage
 from stts_hf.inference.generate import inputs_for, tensors_of
-from stts_hf.keeping import KeepRule, in_words, rule_arguments
+from stts_hf.keeping import KeepRule, rule_arguments
 from stts_hf.wording import gigaflop, saved, speed, spread
 
-COLUMNS = {"vision tower": VISION_TOWER, "LLM prefill": LANGUAGE_MODEL, "pixels to logits": TOTAL}
 STOCK = "stock model"
 Variants = Mapping[str, tuple[KeepRule, str]]  # how many blocks stay and selector, by name
-
-
-@dataclass
-class Cost:
-    """
-    Of a prompt. tokens: in the cache. cache_bytes: of keys and values. flops: by `COLUMNS`. rounds: milliseconds of
-    each pass by `COLUMNS`, in the order in which the variants took turns.
-    """
-
-    tokens: int = 0
-    cache_bytes: int = 0
-    flops: dict[str, int] = field(default_factory=dict)
-    rounds: dict[str, list[float]] = field(default_factory=lambda: {column: [] for column in COLUMNS})
-
-
-def compare_with_stock(rule: KeepRule, selector: str) -> Variants:
-    """Returns STTS with nothing and with what a rule says dropped."""
-    variants = {"STTS, none dropped": (KeepRule(0.0), selector), f"STTS, {in_words(rule)}": (rule, selector)}
-    return variants if rule.ratio != 0 else dict([next(iter(variants.items()))])
 
 
 def time_prompts(

@@ -3,7 +3,6 @@
 import argparse
 import os
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
         given: dict[str, Any] = {"started": use_one_thread} if on_cpu else {}
         trainer = train(config, arguments.resume, **given, begun=_drawing)
     except TrainingTerminated as error:
-        print(error, file=sys.stderr)
+        note(str(error))
         PartialState().destroy_process_group()  # gloo's threads may abort a process that ends after another
         return 128 + signal.SIGTERM  # as shells report a process that SIGTERM ended
     except RowError as error:  # a data loader's worker puts its traceback before the message

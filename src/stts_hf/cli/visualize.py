@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.checkpoint_options import about_scorer
 from stts_hf.cli.errors import CommandError, need_extras, refused
-from stts_hf.cli.options import add_model_options, check_writable, natural
+from stts_hf.cli.options import MODEL, add_options, check_writable, natural
 from stts_hf.cli.progress import note, print_lines, stage
 from stts_hf.cli.run import FRAME_SIDE, check_video, generate, open_video
 from stts_hf.selectors import SELECTORS
 from stts_hf.wording import shown_name
 
 if TYPE_CHECKING:
-    from stts_hf.cli.stock_times import Cost
+    from stts_hf.benchmark.meters import Cost
+    from stts_hf.inference.predictor import Predictor
     from stts_hf.inference.requests import Answer
 
 QUESTION = "What happens in this video?"
@@ -26,7 +27,7 @@ WHOLE = "nothing dropped"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("video", metavar="VIDEO", help="video file, or an http(s) address with --allow-urls")
-    add_model_options(parser, max_new_tokens=64, selector=False)
+    add_options(parser, *MODEL, "allow_urls")
     parser.add_argument(
         "--selectors",
         nargs="+",
@@ -34,13 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="selection methods to compare (default: all; without a trained scorer cosine and random)",
     )
     parser.add_argument("--question", default=QUESTION, help=f'question about the video (default: "{QUESTION}")')
-    parser.add_argument(
-        "--repeats",
-        type=natural,
-        default=3,
-        metavar="N",
-        help="timed prompts per selector; 0 measures nothing (default: 3)",
-    )
+    repeats = "timed prompts per selector; 0 measures nothing"
+    add_options(parser, table={"repeats": (natural, 3, "N", repeats)})
     parser.add_argument(
         "--output",
         type=Path,
@@ -57,25 +53,24 @@ def execute(arguments: argparse.Namespace) -> int:
     check_writable("--output", arguments.output.parent)
     need_extras("Figures need one more", "visualize")
     # A stock checkpoint is refused if a learned selector is asked for, and loaded for the others.
-    learned, untrained = SELECTORS.of_kind(True), SELECTORS.of_kind(False)
-    arguments.selector = next((name for name in arguments.selectors or () if name in learned), untrained[0])
+    learned = (name for name in arguments.selectors or () if SELECTORS[name].is_learned)
+    arguments.selector = next(learned, SELECTORS.of_kind(False)[0])
     predictor, prepared = open_video(arguments, arguments.video)
+    from dataclasses import replace
+
     from stts_hf.checkpoints.atomic_folder import atomic_folder
-    from stts_hf.keeping import in_words
-    from stts_hf.modeling.selectors_stts import SELECTORS as REGISTERED
+    from stts_hf.keeping import KeepRule, in_words
 
     model, begun = predictor.model, prepared.begun
-    selectors = usable_selectors(arguments.selectors, model, arguments.checkpoint)
-    if predictor.rule.threshold is not None and not arguments.selectors:
-        selectors = [name for name in selectors if REGISTERED[name].levels is not None]
-    notes = []
-    if selectors == untrained and not arguments.selectors:
+    selectors = choose_selectors(arguments, predictor)
+    notes = about_scorer(arguments.checkpoint, selectors)
+    if not arguments.selectors and not any(SELECTORS[name].is_learned for name in selectors):
         notes = ["The checkpoint has no trained scorer: only selectors without training are shown."]
-    notes += about_scorer(arguments.checkpoint, selectors)
-    answers = {WHOLE: generate(arguments, predictor, prepared, whole=True)}
+        note(notes[0])
+    answers = {WHOLE: generate(arguments, predictor, replace(prepared, rule=KeepRule(0.0)), WHOLE)}
     for name in selectors:
         model.config.vision_config.selector = name
-        answers[name] = generate(arguments, predictor, prepared, name)
+        answers[name] = generate(arguments, predictor, prepared, f"{in_words(predictor.rule)} by {name}")
     times: dict[str, Cost] = {}
     if arguments.repeats:
         from stts_hf.cli.stock_times import time_prompts
@@ -96,18 +91,18 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def usable_selectors(asked: Sequence[str] | None, model: Any, checkpoint: str) -> list[str]:
+def choose_selectors(arguments: argparse.Namespace, predictor: "Predictor") -> list[str]:
     """Returns the selectors to show, each once. Raises `CommandError` if a learned one is asked for and untrained."""
     from stts_hf.model_parts import is_scorer_trained
+    from stts_hf.modeling.selectors_stts import SELECTORS as REGISTERED
 
-    is_trained, untrained = is_scorer_trained(model), SELECTORS.of_kind(False)
-    without = f"checkpoint {checkpoint} has no trained scorer"
-    learned = [name for name in asked or () if SELECTORS[name].is_learned]
-    if learned and not is_trained:
-        raise CommandError(f"--selectors {learned[0]}: {without}; leave it out, or train it first (stts-hf train)")
-    if asked is None and not is_trained:
-        note(f"The {without}: showing {' and '.join(untrained)} only")
-    return list(dict.fromkeys(asked or (SELECTORS if is_trained else untrained)))
+    usable = list(SELECTORS) if is_scorer_trained(predictor.model) else SELECTORS.of_kind(False)
+    if untrained := [name for name in arguments.selectors or () if name not in usable]:
+        without = f"checkpoint {arguments.checkpoint} has no trained scorer"
+        raise CommandError(f"--selectors {untrained[0]}: {without}; leave it out, or train it first (stts-hf train)")
+    if arguments.selectors or predictor.rule.threshold is None:
+        return list(dict.fromkeys(arguments.selectors or usable))
+    return [name for name in usable if REGISTERED[name].levels is not None]
 
 
 def write_files(

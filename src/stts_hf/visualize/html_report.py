@@ -5,7 +5,7 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import matplotlib
@@ -19,18 +19,13 @@ from stts_hf.wording import gigaflop, saved, speed, spread
 from .dimming import Array, as_array, check_outputs
 from .figures import SCORES, colour_of, score_range
 
+if TYPE_CHECKING:
+    from stts_hf.benchmark.meters import Cost
+
 TEMPLATE = "report.html"
 # In base64 both take a third more: the page stays below 10 MB for up to a thousand frames of 81 blocks.
 MOST_OF_FRAMES, MOST_OF_CLIP = 4_500_000, 2_000_000
 QUALITIES = ((88, 1), (75, 1), (60, 1), (40, 1), (20, 1), (20, 2), (20, 4), (20, 8))  # of JPEG; pixels joined to one
-
-
-class Cost(Protocol):
-    """Of a prompt. cache_bytes: of keys and values. flops: of stages. rounds: milliseconds of stages in each round."""
-
-    cache_bytes: int
-    flops: dict[str, int]
-    rounds: dict[str, list[float]]
 
 
 def write_report(
@@ -39,8 +34,8 @@ def write_report(
     answers: Mapping[str, Answer],
     *,
     facts: Mapping[str, str],
-    costs: Mapping[str, Cost] | None = None,
-    baseline: Cost | None = None,
+    costs: "Mapping[str, Cost] | None" = None,
+    baseline: "Cost | None" = None,
     notes: Sequence[str] = (),
     clip: bytes = b"",
 ) -> None:
