@@ -17,10 +17,10 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 from transformers.utils import logging
 
-from stts_hf.checkpoints.loading import check_checkpoint, choose_device, load_config_and_processor, load_model
+from stts_hf.checkpoints.files import usable
+from stts_hf.inference.assistant import load
 from stts_hf.inference.engine import answer_requests
 from stts_hf.inference.requests import Answer, Request, make_request
-from stts_hf.keeping import rule_arguments, take_rule
 from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from stts_hf.modeling.settings_stts import take_given
 from stts_hf.video.sources import is_url
@@ -76,23 +76,19 @@ class STTS(lmms):
             raise ValueError(f"model_args has {', '.join(sorted(unknown))}, which the model stts does not know.")
         if not str(batch_size).isdecimal() or int(batch_size) < 1:
             raise ValueError(f"batch_size must be a whole number of at least 1, got {batch_size!r}.")
-        if attn_implementation is not None and attn_implementation.startswith("{"):
-            attn_implementation = json.loads(attn_implementation)
+        if attn_implementation is not None:
+            with usable(f"attn_implementation is {attn_implementation}", "name a kernel, or one for each part as JSON"):
+                is_json = attn_implementation.startswith("{")
+                keep["attn_implementation"] = json.loads(attn_implementation) if is_json else attn_implementation
         self.batch_size = int(batch_size)
         self.accelerator = Accelerator()
         self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
-        several = self._world_size > 1
-        self.device = self.accelerator.device if several else choose_device(device or "auto")
-        options = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-        pretrained = check_checkpoint(pretrained, revision)
-        config, self.processor = load_config_and_processor(pretrained, revision=revision, selector=selector)
-        self.keep = rule_arguments(take_rule(config, keep))
-        self.model = load_model(pretrained, config, self.device, revision=revision, dtype=dtype, **options)
+        device = str(self.accelerator.device) if self._world_size > 1 else device
+        assistant = load(pretrained, selector=selector, device=device, dtype=dtype, revision=revision, **keep)
+        self.model, self.processor, self.device = assistant.model, assistant.processor, assistant.model.device
         given = {"num_frames": num_frames, "max_fps": max_fps, "test_time_scaling": test_time_scaling or None}
         self.processing = {name: value for name, value in given.items() if value is not None}
         self.allow_urls = allow_urls
-        self._failed: Counter[str] = Counter()  # questions of each task that could not be asked
-        self._text_only: Counter[str] = Counter()  # that were asked without a video or image
 
     def generate_until(self, requests: list[Instance]) -> list[GenerationResult]:
         """
@@ -103,7 +99,8 @@ class STTS(lmms):
         """
         results: dict[int, GenerationResult] = {}
         unreadable: list[str] = []
-        self._failed, self._text_only = Counter(), Counter()
+        # Questions of each task that could not be asked, and that were asked without a video or image.
+        self._failed, self._text_only = Counter[str](), Counter[str]()
         alike: dict[str, list[int]] = {}
         for place, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[2], sort_keys=True, default=str), []).append(place)
@@ -111,8 +108,7 @@ class STTS(lmms):
         with tqdm(total=len(requests), desc="Model Responding", disable=self.rank != 0) as bar:
             for places in alike.values():
                 options, until = generation_options(requests[places[0]].args[2])
-                options |= {**self.keep, "processing": self.processing}
-                options["batch_size"] = self.batch_size
+                options |= {"processing": self.processing, "batch_size": self.batch_size}
                 for start in range(0, len(places), _WINDOW * self.batch_size):
                     window = places[start : start + _WINDOW * self.batch_size]
                     prompts = [self._prompt(requests[place]) for place in window]
