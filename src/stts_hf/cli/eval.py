@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from stts_hf.cli.answer_options import Engine, answer_left, open_output, print_p
 from stts_hf.cli.checkpoint_options import load_weights, open_checkpoint
 from stts_hf.cli.errors import CommandError, need_extras, refused
 from stts_hf.cli.options import DECODING, MODEL, add_options, check_output
-from stts_hf.wording import listed
 
 COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video tokens", "kept", "seconds")
 
@@ -47,11 +45,15 @@ def execute(arguments: argparse.Namespace) -> int:
     need_extras("Reading rows needs more packages", "train")
     predictor = open_checkpoint(arguments, num_workers=workers_of(arguments))
     from stts_hf.checkpoints.files import digest_files
+    from stts_hf.data.loading import load_rows
     from stts_hf.evaluation.evaluate import COLUMNS, ask_openly, evaluate
     from stts_hf.evaluation.scoring import summarize
+    from stts_hf.inference.inputs import check_ids
     from stts_hf.keeping import in_words
 
-    rows = read_rows(arguments.rows)
+    with refused():
+        rows: list[dict[str, Any]] = list(load_rows(arguments.rows))
+        check_ids(rows)
     if arguments.without_options:
         rows = ask_openly(rows)
     settings: dict[str, Any] = {"rows": {"file": arguments.rows.name, "digest": digest_files([arguments.rows])}}
@@ -69,18 +71,6 @@ def execute(arguments: argparse.Namespace) -> int:
         finish(summary)
     print_table(summary)
     return print_problems(answers, "eval")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a file. Raises `CommandError` if it is damaged, or two rows have the same id."""
-    from stts_hf.data.loading import load_rows
-
-    with refused():
-        rows = list(load_rows(path))
-    twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
-    if twice:
-        raise CommandError(f"{path} has several rows with the id {listed(twice)}; give each its own")
-    return rows
 
 
 def print_table(summary: Mapping[str, Any]) -> None:

@@ -172,10 +172,8 @@ def check_same(rows: Sequence[Row], records: Mapping[str, Row], output: Path) ->
 
     for row in rows:
         there = records.get(row["id"])
-        if there is None:
-            continue
         for name, now in (("prompt", row["prompt"]), ("video", video_name(row))):
-            if there[name] != now:
+            if there is not None and there[name] != now:
                 raise CommandError(
                     f"--output {output} holds answers of another job: the {name} of row {row['id']} is {now!r:.80}, "
                     f"and was {there[name]!r:.80}. Name another file, or move that one away."

@@ -42,7 +42,10 @@ def execute(arguments: argparse.Namespace) -> int:
     if len(arguments.videos) > 1:
         from stts_hf.cli import predict
 
-        return predict.execute(as_prediction(arguments))
+        parser = argparse.ArgumentParser()
+        predict.add_arguments(parser)
+        asked = parser.parse_args([f"--prompt={arguments.question}", "--", *arguments.videos])
+        return predict.execute(argparse.Namespace(**vars(asked) | vars(arguments)))
     predictor, prepared = open_video(arguments, arguments.videos[0])
     from stts_hf.keeping import KeepRule, in_words
 
@@ -128,16 +131,6 @@ def draw(answer: "Answer", path: Path, note: str = "") -> None:
         sheet.save(new)
 
 
-def as_prediction(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Returns the arguments of `stts-hf predict` for the same question about several videos."""
-    from stts_hf.cli import predict
-
-    parser = argparse.ArgumentParser()
-    predict.add_arguments(parser)
-    defaults = vars(parser.parse_args([f"--prompt={arguments.question}", "--", *arguments.videos]))
-    return argparse.Namespace(**defaults | vars(arguments))
-
-
 def check_arguments(arguments: argparse.Namespace) -> None:
     """Raises `CommandError` for what is wrong before anything slow happens."""
     for video in arguments.videos:
@@ -152,18 +145,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 
 def check_video(video: str, allow_urls: bool) -> None:
     """
-    Raises `CommandError` for a path that is no video, and for a URL without permission to download. Imports no PyTorch.
+    Raises `CommandError` for a path that is no video of a format that is read, and for a URL without permission to
+    download. Opens a file as the reader does, but goes no further, and imports no PyTorch.
     """
-    if os.path.isfile(video):
-        check_format(video)
-    elif not is_url(video):
-        raise CommandError(f"VIDEO {video} is not a file; pass the path of a video file")
-    elif not allow_urls:
-        raise CommandError(f"VIDEO {video} is a URL; allow its download with --allow-urls")
-
-
-def check_format(video: str) -> None:
-    """Raises `CommandError` for a file of none of the formats that are read. As the reader opens it, but no further."""
+    if not os.path.isfile(video):
+        if not is_url(video):
+            raise CommandError(f"VIDEO {video} is not a file; pass the path of a video file")
+        if not allow_urls:
+            raise CommandError(f"VIDEO {video} is a URL; allow its download with --allow-urls")
+        return
     import av
 
     options = {"format_whitelist": FORMATS, "protocol_whitelist": "none"}

@@ -153,15 +153,9 @@ class Page:
         yield {self.chat: gr.Chatbot(examples=[{"text": question} for question in questions])}
 
     def ask_example(
-        self,
-        video: str | None,
-        percent: float,
-        selector: str,
-        request: gr.Request,
-        chosen: gr.SelectData,
-        threshold: float = 0,
+        self, video: str | None, percent: float, selector: str, level: float, request: gr.Request, chosen: gr.SelectData
     ) -> Iterator[Changes]:
-        yield from self.ask(chosen.value["text"], video, percent, selector, request, threshold)
+        yield from self.ask(chosen.value["text"], video, percent, selector, request, level)
 
     def ask_unpruned(self, video: str | None, selector: str, request: gr.Request) -> Iterator[Changes]:
         """Asks the last question again without pruning; timeline and overlay stay those of the pruned clip."""

@@ -4,7 +4,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,13 +72,17 @@ def read_inputs(
         ) from error
     if not rows:
         raise ValueError("inputs are empty. Name videos, folders or files of rows.")
-    twice = [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]
-    if twice:
-        raise ValueError(f"ids must differ, but several rows have the id {listed(twice)}. Give each its own.")
+    check_ids(rows)
     without = [row["id"] for row in rows if row["prompt"] is None]
     if without and prompt is None:
         raise ValueError(f"prompt is missing for {len(without)} of {len(rows)} rows ({listed(without)}). Pass one.")
     return [row | {"prompt": prompt} if row["prompt"] is None else row for row in rows]
+
+
+def check_ids(rows: Iterable[Mapping[str, Any]]) -> None:
+    """Raises `ValueError` if two rows have the same id."""
+    if twice := [name for name, times in Counter(row["id"] for row in rows).items() if times > 1]:
+        raise ValueError(f"ids must differ, but several rows have the id {listed(twice)}. Give each its own.")
 
 
 def _read(source: str, split: str | None, subset: str | None, left_out: Set[str]) -> Iterable[dict[str, Any]]:

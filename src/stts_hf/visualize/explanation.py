@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 
 from stts_hf.inference.explain import NEAR, Explanation, Finding
 from stts_hf.keeping import in_words, rule_arguments
@@ -87,16 +87,6 @@ def commands(found: Explanation, video: str, checkpoint: str, options: Mapping[s
     return lines
 
 
-def outline(picture: Image.Image, blocks: Sequence[int], grid: tuple[int, int]) -> Image.Image:
-    """Draws a border around blocks of a frame, numbered row by row."""
-    draw, (rows, columns) = ImageDraw.Draw(picture), grid
-    for block in blocks:
-        (row, column), (width, height) = divmod(block, columns), (picture.width / columns, picture.height / rows)
-        box = (column * width, row * height, (column + 1) * width - 1, (row + 1) * height - 1)
-        draw.rectangle(box, outline=TURNS, width=max(2, picture.width // 90))
-    return picture
-
-
 def write_explanation(
     path: str | os.PathLike, frames: np.ndarray, found: Explanation, remedies: Sequence[str], facts: Mapping[str, str]
 ) -> None:
@@ -104,7 +94,7 @@ def write_explanation(
     Writes the page, which needs no network and no other file. path, frames, facts and errors: as in `write_report`.
     found: what `explain` returned. remedies: commands to copy, of `commands`.
     """
-    answer = found.asked.answer
+    answer, (rows, columns) = found.asked.answer, found.asked.answer.grid
     mask = as_array(answer.keep_mask)  # type: ignore[arg-type]  # there is a video
     check_outputs(frames, mask, answer.grid, answer.timestamps, None, answer.tubelet)
     turning: dict[int, list[int]] = {}
@@ -116,10 +106,14 @@ def write_explanation(
     for index in chosen:
         place = min(index * answer.tubelet, len(frames) - 1)
         picture = dim_dropped_blocks(frames[place], mask[index], answer.grid)
+        width, height = picture.width / columns, picture.height / rows
         blocks = turning.get(index, [])
+        for row, column in (divmod(block, columns) for block in blocks):  # numbered row by row
+            box = (column * width, row * height, (column + 1) * width - 1, (row + 1) * height - 1)
+            ImageDraw.Draw(picture).rectangle(box, outline=TURNS, width=max(2, picture.width // 90))
         kept = f"{mask[index].sum()} of {mask.shape[1]} kept"
         tile = {"time": f"{answer.timestamps[place]:.2f} s", "kept": kept, "turns": len(blocks)}
-        tiles.append((tile, np.asarray(outline(picture, blocks, answer.grid))))
+        tiles.append((tile, np.asarray(picture)))
     pictures = as_jpeg([picture for _, picture in tiles])
     given = {
         "found": found,
