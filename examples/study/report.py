@@ -293,21 +293,11 @@ def cell(found: Interval | None, signed: bool = False, digits: int = 1) -> str:
 
 def notes() -> str:
     return f"""\
-- **Accuracy** is the share of right answers in percent, the mean over the seeds that were run. The average weighs the
-  groups {", ".join(VIDEO_GROUPS)} alike.
-- **Intervals over seeds** are Student's t at 95 %, of one figure for each seed. A difference is taken seed by seed. All
-  seeds are asked about the same clips, so **intervals over clips** are given beside differences: the middle 95 % of
-  {RESAMPLES} resamples of clips with all their questions, of the mean over seeds. "Yes" asks that the mean and all of
-  both intervals are as claimed, "no" that the mean or all of one interval is not; all else is undecided. No interval is
-  corrected for their number.
-- **A seed** sets the order of the training rows, the ratio that each video draws in training, a new scorer, and
-  blocks drawn at random. All methods draw the same ratios. The base is shared by all runs, as in the paper.
-- Methods on the **frozen base** prune it as it is. Where no seed makes a difference, there is no interval.
-- **LLM tokens** are those of a prompt about a video that reach the language model, the mean over the questions.
-- **Seconds** are the median over the seeds, on a machine that may do other work; those of the scorer alone hold the
-  measuring of its keep masks.
-- **Scores against what moves**: for each clip Spearman's correlation of its blocks' scores with the share of their
-  patches that truly move, over all frames but the first, and 0 where all scores are equal.
+- **Accuracy** is the mean over seeds; the average weighs {", ".join(VIDEO_GROUPS)} alike.
+- **Intervals** (95 %): over seeds by Student's t, over clips by {RESAMPLES} resamples of clips. "Yes": the mean and
+  both intervals are as claimed; "no": the mean or one interval is not; all else is undecided.
+- **LLM tokens** are of a prompt about a video, the mean over questions. **Seconds** are the median over seeds.
+- docs/study/README.md has methods, seeds, and what else the figures mean.
 """
 
 
