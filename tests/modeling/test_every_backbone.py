@@ -9,7 +9,15 @@ from huggingface_hub.errors import StrictDataclassFieldValidationError
 
 from stts_hf.selectors import SELECTORS
 from tests.backbones import BACKBONES, Clip, Inputs, Picture, Rows, daily, prompt, with_compact
-from tests.modeling.reference import CLOSE, assert_gradients_equal, gradients, kept_of_row, logits_of_row
+from tests.modeling.reference import (
+    CLOSE,
+    Float64,
+    as_float64,
+    assert_gradients_equal,
+    gradients,
+    kept_of_row,
+    logits_of_row,
+)
 from tests.naive import naive_budget
 
 ROWS: Rows = [[3, Clip(4), 5], [2, Clip(3), 3, Clip(2), 9], [6]]
@@ -32,6 +40,18 @@ def test_an_untrained_scorer_at_ratio_0_is_the_stock_model(backbone, rows):
     with torch.no_grad():  # one block less, and the comparison fails
         less = model(**backbone.alone([rows[0]])[0], pruning_ratio=0.1)
     assert (less.logits[0, -1] - theirs.logits[0, int(real[0].sum()) - 1]).abs().max() > 1e-2
+
+
+def test_what_differs_at_ratio_0_is_rounding(backbone):
+    """In float64 nothing is left of it, whatever order a tower has its patches in."""
+    with Float64():
+        model = backbone.model(pruning_ratio=0.0, trained_scorer=False).double()
+        stock, inputs = backbone.stock(model).double(), as_float64(backbone.batch(ROWS, "right"))
+        ours, theirs = model(**inputs), stock(**inputs)
+        found, expected = gradients(model, ours.task_loss), gradients(stock, theirs.loss)
+    real = inputs["attention_mask"].bool()
+    torch.testing.assert_close(ours.logits[real], theirs.logits[real], atol=1e-12, rtol=0)
+    assert_gradients_equal(found, expected, 1e-12)
 
 
 @pytest.mark.parametrize("rows", [[[9], [14]], [[2, Picture(), 4], [6]]], ids=["text", "images"])
