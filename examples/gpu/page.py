@@ -9,6 +9,7 @@ from .runner import Outcome
 # Inference and training at 50 %, by frames of a batch: the paper's tables, of its own system on eight H100.
 PAPER = {("inference", 128): 1.61, ("inference", 256): 2.22, ("training", 128): 1.62, ("training", 256): 2.25}
 Results = Mapping[str, Mapping[str, Any]]
+WRONG = ("failed", "differs")  # states of a path
 
 
 def rows_of(results: Results, *names: str) -> Iterator[Mapping[str, Any]]:
@@ -98,10 +99,11 @@ def what_ran(outcomes: Sequence[Outcome], results: Results) -> str:
     for outcome in outcomes:
         name = outcome.part.name
         link = f"[{name}](gpu-{name}/README.md)" if results.get(name, {}).get("finished") else name
-        said = outcome.reason or summary(results.get(name, {}))
-        lines.append(
-            f"| ({outcome.part.letter}) {link} | {outcome.state} | {outcome.seconds:.0f} | {said.replace('|', ' ')} |"
-        )
+        result = results.get(name, {})
+        said, state = outcome.reason or summary(result), outcome.state
+        if any(check["state"] in WRONG for check in result.get("checks", ())):
+            state = "**rows failed**"
+        lines.append(f"| ({outcome.part.letter}) {link} | {state} | {outcome.seconds:.0f} | {said.replace('|', ' ')} |")
     return "\n".join(lines)
 
 
@@ -137,7 +139,7 @@ def wrong(outcomes: Sequence[Outcome], results: Results) -> list[str]:
         f"{name}: {check['name']}, {check['dtype']}: {check['state']} {check['reason']}"
         for name, result in results.items()
         for check in result.get("checks", ())
-        if check["state"] in ("failed", "differs")
+        if check["state"] in WRONG
     ]
     return parts + paths
 
