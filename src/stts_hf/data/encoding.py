@@ -243,11 +243,14 @@ def count_tokens(
 
 
 def make_labels(input_ids: torch.Tensor, offsets: torch.Tensor, spans: list[tuple[int, int]]) -> torch.Tensor:
-    """`input_ids` (L,) where a token lies within a span of characters, -100 elsewhere. offsets: (L, 2) of tokens."""
+    """
+    `input_ids` (L,) where a token ends within a span of characters, -100 elsewhere: it may begin before it, with a
+    template's space. offsets: (L, 2) of tokens.
+    """
     learned = torch.zeros_like(input_ids, dtype=torch.bool)
     starts, ends = offsets[:, 0], offsets[:, 1]
     for start, end in spans:
-        learned |= (starts >= start) & (ends <= end) & (ends > starts)
+        learned |= (ends > start) & (ends <= end) & (ends > starts)
     learned[0] = False  # nothing predicts a sample's first token
     return input_ids.where(learned, IGNORED)
 

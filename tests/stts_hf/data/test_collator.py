@@ -83,6 +83,13 @@ def test_batches_equal_the_processors_own(any_processor, rows, names, side):
         assert any_processor.tokenizer.decode(row[row >= 0]) == answer + "<|im_end|>"
 
 
+def test_an_answers_first_token_is_learned_with_the_space_that_a_template_puts_before_it(any_processor):
+    messages = [{"role": "user", "content": "What moves?"}, {"role": "assistant", "content": "A red ball."}]
+    labels = encode(any_processor, read_row({"id": "one", "messages": messages})).labels
+    learned = any_processor.tokenizer.decode(labels[labels >= 0])
+    assert learned.strip() == f"A red ball.{any_processor.tokenizer.eos_token}"
+
+
 def test_packed_rows_lie_behind_one_another(any_processor, rows):
     groups = [["two", "text"], ["image"], ["bytes", "images", "text"]]
     batch = STTSDataCollator(any_processor, padding_side="right")([[rows[name] for name in group] for group in groups])
