@@ -10,7 +10,6 @@ Claims of the documentation, measured again from a checkout; each prints a page 
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ def cells(name: str, repeats: int, layers: list[int] | None) -> Iterator[dict[st
     if name == "budget":
         yield from (measure_mixture(workload, repeats) for workload in MIXED)
         return
-    for workload in (ASKED, replace(ASKED, geometry="qwen3-vl-small-long", timestamp_tokens=1)):
+    for workload in (ASKED, ASKED._replace(geometry="qwen3-vl-small-long", timestamp_tokens=1)):
         yield measure_questions(workload, workload.ratios[0], torch.device("cpu"), repeats)
 
 

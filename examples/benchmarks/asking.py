@@ -39,7 +39,7 @@ class Questions:
     def draw(cls, workload: Workload, pruning_ratio: float, device: torch.device) -> "Questions":
         model = build_models(workload.geometry, getattr(torch, workload.dtype), device)[0]
         configure((model, model), workload, workload.backend)
-        inputs = workload_inputs(dataclasses.replace(workload, text_tokens=START + 1), model.config, device)
+        inputs = workload_inputs(workload._replace(text_tokens=START + 1), model.config, device)
         head = {name: value[:, :-1] if name in _PER_TOKEN else value for name, value in inputs.items()}
         generator = torch.Generator(device).manual_seed(1)
         ids = random_words(model.config, (QUESTIONS, workload.text_tokens), generator)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ def measure_methods(
     """Yields a cell of the result for each method and pruning layer; None is the geometry's own layer."""
     models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
     for method in METHODS:
-        for varied in [replace(workload, pruning_layer=layer) for layer in layers or ()] or [workload]:
+        for varied in [workload._replace(pruning_layer=layer) for layer in layers or ()] or [workload]:
             yield measure_method(method, varied, models, device, repeats)
 
 
@@ -41,7 +40,7 @@ def measure_method(
     share of what moves that is kept.
     """
     after = method == EVS
-    workload = replace(workload, selector="random" if after else method)
+    workload = workload._replace(selector="random" if after else method)
     with prune_after_tower(models[0].model) if after else contextlib.nullcontext():
         cell = measure(workload, models, device, repeats)
         clips = rank_clips(models[0], CLIPS)
@@ -51,8 +50,8 @@ def measure_method(
                 "correlation": [correlate(scores, moving) for scores, moving in clips],
                 "kept": [share_kept(scores, moving, variant["pruning_ratio"]) for scores, moving in clips],
             }
-    workload = replace(workload, selector=method)
-    return {"workload": vars(workload), "title": workload.title, **cell}
+    workload = workload._replace(selector=method)
+    return {"workload": workload._asdict(), "title": workload.title, **cell}
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,7 @@ def released_workloads(name: str, size: str, memory: float) -> list[Workload]:
             continue
         for it in reversed([it for it in sizes_of(name) if is_released(it)]):
             if count_weights(it) * needs < memory:
-                found.append(replace(workload, mode=mode, geometry=it, ratios=RATIOS))
+                found.append(workload._replace(mode=mode, geometry=it, ratios=RATIOS))
                 break
     return found
 

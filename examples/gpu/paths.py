@@ -17,7 +17,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ class Reference:
 def workload_of(name: str, size: str) -> Workload:
     geometry = reference_size(name, size)
     tubelet = getattr(GEOMETRIES[geometry].config().vision_config, "temporal_patch_size", 1)
-    return replace(TINY, geometry=geometry, frames=FRAMES[size] * tubelet)
+    return TINY._replace(geometry=geometry, frames=FRAMES[size] * tubelet)
 
 
 def make_reference(name: str, workload: Workload) -> Reference:
@@ -380,7 +380,7 @@ def shortage_errors(device: torch.device) -> tuple[float, None]:
     if device.type == "cpu":
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**17)  # what is freed goes back to the system
     frames = 32 if device.type == "cuda" else 2  # CUDA's allocator takes pieces of 20 MiB
-    workload = replace(TINY, geometry="narrow-tower", mode="inference", frames=frames, batch=4)
+    workload = TINY._replace(geometry="narrow-tower", mode="inference", frames=frames, batch=4)
     model: Any = build_models(workload.geometry, torch.float32, device)[0].eval()
     inputs = workload_inputs(workload, model.config, device)
     calls: list[int] = []

@@ -9,7 +9,6 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from stts_hf.benchmark.report import write_result
 from .backbones import RATIOS, released_workloads
 from .options import parse
 
-TINY = {"molmo2": replace(PRESETS["tiny"].workloads[2], batch=1), "qwen": PRESETS["tiny"].workloads[4]}
+TINY = {"molmo2": PRESETS["tiny"].workloads[2]._replace(batch=1), "qwen": PRESETS["tiny"].workloads[4]}
 # Bytes of the GPU that a training step of stock Molmo2-4B fits into with its vocabulary of 151,936, whose logits take
 # most of it. On a smaller one the vocabulary is a tenth of that.
 WHOLE_VOCABULARY = 120e9
@@ -36,14 +35,14 @@ def workloads(name: str, size: str, memory: float) -> list[Workload]:
         return released_workloads(kind, size, memory)
     backend = "flex_attention" if kind == "flex" else "sdpa"
     if size == "tiny":  # both in one process
-        return [replace(TINY[backbone], mode=mode, ratios=(0.0, 0.5)) for mode in ("inference", "training")]
+        return [TINY[backbone]._replace(mode=mode, ratios=(0.0, 0.5)) for mode in ("inference", "training")]
     modes = ("inference", "training") if kind == "flex" else (kind or "inference",)
     preset = PRESETS["paper" if backbone == "molmo2" else "qwen"]
-    found = [replace(it, ratios=RATIOS) for it in preset.workloads if it.mode in modes and it.backend == backend]
+    found = [it._replace(ratios=RATIOS) for it in preset.workloads if it.mode in modes and it.backend == backend]
     if memory < WHOLE_VOCABULARY:
         short = {"molmo2-4b": "molmo2-4b-short"}
         found = [
-            replace(it, geometry=short.get(it.geometry, it.geometry)) if it.mode == "training" else it for it in found
+            it._replace(geometry=short.get(it.geometry, it.geometry)) if it.mode == "training" else it for it in found
         ]
     return found
 
@@ -56,9 +55,9 @@ def cells(name: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             raise SystemExit(f"Left out: no released size fits {memory / 2**30:.0f} GiB")
         yield from measure_workloads(found, device, repeats)
         return
-    workload = replace(PRESETS["qwen"].workloads[0], ratios=(0.3, 0.5, 0.7))
+    workload = PRESETS["qwen"].workloads[0]._replace(ratios=(0.3, 0.5, 0.7))
     if arguments.size == "tiny":
-        workload = replace(TINY["qwen"], ratios=(0.5,))
+        workload = TINY["qwen"]._replace(ratios=(0.5,))
     models = build_models(workload.geometry, getattr(torch, workload.dtype), device)
     for method in ("cosine", EVS):
         yield measure_method(method, workload, models, device, repeats)

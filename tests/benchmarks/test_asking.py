@@ -1,7 +1,5 @@
 """Ways to ask several questions about a video: they write the same, and a way that does not is noted."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["tiny", "qwen3-vl-tiny"])
 def workload(request):
-    return dataclasses.replace(ASKED, geometry=request.param, frames=4, text_tokens=5, decode_tokens=3)
+    return ASKED._replace(geometry=request.param, frames=4, text_tokens=5, decode_tokens=3)
 
 
 def test_all_ways_write_the_same(workload):

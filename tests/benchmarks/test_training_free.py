@@ -1,15 +1,13 @@
 """The comparison of selectors that need no training: FLOPs, and what rankings find on clips of known motion."""
 
-import dataclasses
-
 import pytest
 import torch
 
 from examples.benchmarks.training_free import PROMPT, measure_methods
 
 pytestmark = pytest.mark.slow
-TINY = dataclasses.replace(
-    PROMPT, geometry="qwen3-vl-tiny", frames=8, ratios=(0.5,), text_tokens=16, timestamp_tokens=2, decode_tokens=1
+TINY = PROMPT._replace(
+    geometry="qwen3-vl-tiny", frames=8, ratios=(0.5,), text_tokens=16, timestamp_tokens=2, decode_tokens=1
 )
 
 

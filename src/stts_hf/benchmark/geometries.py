@@ -6,17 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from stts_hf.benchmark.presets import Workload
+from stts_hf.checkpoints.families import OWN
 from stts_hf.modeling.configuration_stts import STTSConfig
-from stts_hf.modeling.configuration_stts_qwen3_5 import STTSQwen3_5Config
-from stts_hf.modeling.configuration_stts_qwen3_5_moe import STTSQwen3_5MoeConfig
-from stts_hf.modeling.configuration_stts_qwen3_vl import STTSQwen3VLConfig
-from stts_hf.modeling.configuration_stts_qwen3_vl_moe import STTSQwen3VLMoeConfig
 from stts_hf.modeling.configuration_stts_smolvlm import STTSSmolVLMConfig
-from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
-from stts_hf.modeling.video_processing_stts_smolvlm import STTSSmolVLMVideoProcessor
 
 START = 3  # text tokens before the video
 NUM_SPECIAL = 4  # ids at the end of the text vocabulary that random text leaves out
@@ -46,16 +40,17 @@ def _qwen3_vl(
     pruning_layer: int,
     deepstack_layers: Sequence[int],
     text: dict[str, Any],
-    build: Callable[..., Any] = STTSQwen3VLConfig,
+    kind: str = "stts_qwen3_vl",
 ) -> Any:
-    """vision: width, layers, heads. build: the configuration's class; Qwen3.5's rotates a quarter of a head."""
+    """vision: width, layers, heads. kind: the configuration's `model_type`; Qwen3.5's rotates a quarter of a head."""
     width, layers, heads = vision
-    rotated = 0.25 if build in (STTSQwen3_5Config, STTSQwen3_5MoeConfig) else 1.0
+    rotated = 0.25 if kind.startswith("stts_qwen3_5") else 1.0
     half = int(rotated * text["head_dim"]) // 2
     sections = [half - 2 * (5 * half // 16), *[5 * half // 16] * 2]  # as (24, 20, 20) of 64
     rope = {**text["rope_parameters"], "mrope_section": sections, "mrope_interleaved": True}
     rope |= {} if rotated == 1 else {"partial_rotary_factor": rotated}
     last = text["vocab_size"] - 1  # special tokens end the text vocabulary
+    build: Any = OWN[kind].config
     return build(
         vision_config={
             "hidden_size": width,
@@ -131,9 +126,9 @@ GEOMETRIES: dict[str, Geometry] = {
     "qwen3-vl-4b-low": Geometry((7, 13), _qwen3_vl, *_QWEN_4B, _TEXT_4B),
     "qwen3-vl-small": Geometry((8, 14), _qwen3_vl, (256, 12, 4), 1, (2, 5, 8), _text((1024, 3891, 8, 16, 4))),
     "qwen3-vl-small-long": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _text((640, 2432, 3, 4, 1))),
-    "qwen3-vl-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _TEXT_MOE, STTSQwen3VLMoeConfig),
-    "qwen3-5-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5, STTSQwen3_5Config),
-    "qwen3-5-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5_MOE, STTSQwen3_5MoeConfig),
+    "qwen3-vl-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL, _TEXT_MOE, "stts_qwen3_vl_moe"),
+    "qwen3-5-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5, "stts_qwen3_5"),
+    "qwen3-5-moe-small": Geometry((8, 14), _qwen3_vl, *_QWEN_SMALL[:2], (), _TEXT_3_5_MOE, "stts_qwen3_5_moe"),
     "smolvlm2-tiny": Geometry((3, 3), _smolvlm, (32, 6, 4), 1, _text((48, 96, 3, 4, 2), 512, 16), 96, 2),
     "smolvlm2-500m": Geometry((8, 8), _smolvlm, (768, 12, 12), 3, _text((960, 2560, 32, 15, 5), 49280, 64)),
     "smolvlm2-small": Geometry((8, 8), _smolvlm, (384, 6, 6), 1, _text((576, 1536, 12, 9, 3), head_dim=64)),
@@ -155,25 +150,22 @@ class Layout(NamedTuple):
 
 def lay_out(config: Any, grid: tuple[int, int]) -> Layout:
     """How a backbone's processor lays out frames of so many rows and columns of blocks."""
-    vision, (rows, cols) = config.vision_config, grid
+    vision, family, (rows, cols) = config.vision_config, OWN[config.model_type], grid
+    settings = family.settings(vision)["video_processor"] | {"do_sample_frames": False}
     if isinstance(config, STTSConfig):
-        frame = [config.frame_start_token_id, *[config.image_patch_id] * (rows * cols), config.frame_end_token_id]
+        start, block, end = config.frame_start_token_id, config.image_patch_id, config.frame_end_token_id
         height, width = vision.image_size
-        pixels = {"size": {"height": height, "width": width}, "pooling_size": vision.pooling_size}
-        molmo2 = STTSVideoProcessor(patch_size=vision.patch_size, do_sample_frames=False, **pixels)
-        return Layout(frame, [1] * len(frame), (height, width), molmo2)
-    if isinstance(config, STTSSmolVLMConfig):
-        frame = [config.image_token_id - 1, *[config.image_token_id] * (rows * cols), config.image_token_id - 1]
-        side, edge = vision.image_size, {"longest_edge": vision.image_size}
-        settings: dict[str, Any] = {"image_seq_len": rows * cols, "size": edge, "max_image_size": edge}
-        smolvlm = STTSSmolVLMVideoProcessor(do_sample_frames=False, **settings)
-        return Layout(frame, [0, *[2] * (rows * cols), 0], (side, side), smolvlm)
-    frame = [config.vision_start_token_id, *[config.video_token_id] * (rows * cols), config.vision_end_token_id]
-    block = vision.spatial_merge_size * vision.patch_size
-    sizes = {"temporal_patch_size": vision.temporal_patch_size, "merge_size": vision.spatial_merge_size}
-    as_is: dict[str, Any] = {"do_resize": False, "do_sample_frames": False, "cap_pixels_per_frame": False}
-    qwen = Qwen3VLVideoProcessor(patch_size=vision.patch_size, **sizes, **as_is)
-    return Layout(frame, [0, *[2] * (rows * cols), 0], (rows * block, cols * block), qwen)
+    elif isinstance(config, STTSSmolVLMConfig):
+        start, block, end = config.image_token_id - 1, config.image_token_id, config.image_token_id - 1
+        height = width = vision.image_size
+        settings |= {"image_seq_len": rows * cols, "size": settings["max_image_size"]}
+    else:
+        start, block, end = config.vision_start_token_id, config.video_token_id, config.vision_end_token_id
+        height, width = (side * vision.spatial_merge_size * vision.patch_size for side in grid)
+        settings |= {"do_resize": False, "cap_pixels_per_frame": False}
+    frame = [start, *[block] * (rows * cols), end]
+    types = [1] * len(frame) if isinstance(config, STTSConfig) else [0, *[2] * (rows * cols), 0]
+    return Layout(frame, types, (height, width), family.video_processor(**settings))
 
 
 def workload_inputs(workload: Workload, config: Any, device: torch.device) -> dict[str, Any]:

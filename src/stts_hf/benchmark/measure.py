@@ -1,7 +1,6 @@
 """Measures workloads: a warm-up pass per variant counts FLOPs and memory; then stock and STTS are timed in turns."""
 
 import contextlib
-import dataclasses
 import datetime
 import gc
 import os
@@ -207,7 +206,7 @@ def measure_workloads(workloads: Sequence[Workload], device: torch.device, repea
     for dtype in (torch.float32, torch.bfloat16, torch.float16):  # allocates cuBLAS's workspace before any pass
         torch.ones(16, 16, device=device, dtype=dtype).mm(torch.ones(16, 16, device=device, dtype=dtype))
     for workload in workloads:
-        cell: dict[str, Any] = {"workload": dataclasses.asdict(workload), "title": workload.title, "variants": []}
+        cell: dict[str, Any] = {"workload": workload._asdict(), "title": workload.title, "variants": []}
         with _prepared(workload, device), _noting_failure(cell, device):
             if models is None or built_for != (workload.geometry, workload.dtype):
                 models = None

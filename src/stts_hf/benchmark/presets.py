@@ -1,16 +1,13 @@
 """What `stts-hf bench` measures: workloads, the table of presets, and how options vary them."""
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 ALL, PRUNED = (0.0, 0.3, 0.4, 0.5), (0.3, 0.4, 0.5)
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
+class Workload(NamedTuple):
     """
     mode: "tower" (tower and connector), "inference" (pixels to logits, then `decode_tokens` tokens one by one) or
         "training" (forward, backward, optimiser step). frames: per video. batch: rows, one video each. ratios: pruning
@@ -39,14 +36,13 @@ class Workload:
         rows = f"{self.batch} x " if self.batch > 1 else ""
         words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.backend, self.dtype]
         words += ["gradient checkpointing"] if self.checkpointing and self.mode == "training" else []
-        words += [self.selector] if self.selector != Workload.selector else []
+        words += [self.selector] if self.selector != "scorer" else []
         words += [f"l = {self.pruning_layer}"] if self.pruning_layer is not None else []
-        words += [f"{self.clock} time"] if self.clock != Workload.clock else []
+        words += [f"{self.clock} time"] if self.clock != "wall" else []
         return ", ".join(words)
 
 
-@dataclasses.dataclass(frozen=True)
-class Preset:
+class Preset(NamedTuple):
     """takes: time and memory, for `--list`. repeats: timed rounds. needs_gpu: why a CPU cannot run it."""
 
     name: str
@@ -58,7 +54,7 @@ class Preset:
 
 
 def prompt_and_training(workload: Workload) -> tuple[Workload, Workload]:
-    return workload, replace(workload, mode="training")
+    return workload, workload._replace(mode="training")
 
 
 _TINY = Workload("tower", "tiny", 4, (0.0, 0.5), text_tokens=16, timestamp_tokens=2, decode_tokens=2)
@@ -77,7 +73,7 @@ _PAPER = tuple(
 _LARGE: dict[str, Any] = {"dtype": "bfloat16", "text_tokens": 128, "timestamp_tokens": 6, "checkpointing": True}
 # The processor's pixel budget leaves 11,648 tokens of a 720p video, at 64 and at 256 frames.
 _QWEN = tuple(
-    replace(_QWEN_SMALL, mode=mode, geometry=geometry, frames=frames, **_LARGE)
+    _QWEN_SMALL._replace(mode=mode, geometry=geometry, frames=frames, **_LARGE)
     for mode in ("inference", "training")
     for geometry, frames in (("qwen3-vl-4b", 64), ("qwen3-vl-4b-low", 256), ("qwen3-vl-4b", 256))
 )
@@ -90,8 +86,8 @@ PRESETS = {
             "10 s, 1 GB",
             (
                 _TINY,
-                *prompt_and_training(replace(_TINY, mode="inference", batch=2)),
-                *prompt_and_training(replace(_TINY, geometry="qwen3-vl-tiny", mode="inference", frames=8)),
+                *prompt_and_training(_TINY._replace(mode="inference", batch=2)),
+                *prompt_and_training(_TINY._replace(geometry="qwen3-vl-tiny", mode="inference", frames=8)),
             ),
         ),
         Preset(
@@ -138,7 +134,7 @@ PRESETS = {
             "Qwen3-VL-30B-A3B and Qwen3.5-4B, also with experts, scaled down: prompt. Qwen3.5 loops in Python on a CPU",
             "3 min, 2 GB on 2 CPU cores",
             tuple(
-                replace(_QWEN_SMALL, geometry=f"{name}-small", frames=32)
+                _QWEN_SMALL._replace(geometry=f"{name}-small", frames=32)
                 for name in ("qwen3-vl-moe", "qwen3-5", "qwen3-5-moe")
             ),
         ),
@@ -152,7 +148,7 @@ PRESETS = {
             "smolvlm-small",
             "SmolVLM2-500M scaled down, tower and LLM alike: prompt, 16 frames",
             "3 min of one CPU core, 2 GB",
-            (replace(_SMOLVLM, geometry="smolvlm2-small", frames=16, ratios=(0.3, 0.5, 0.7)),),
+            (_SMOLVLM._replace(geometry="smolvlm2-small", frames=16, ratios=(0.3, 0.5, 0.7)),),
         ),
         Preset(
             "scaling",
@@ -182,6 +178,6 @@ def vary(
         raise ValueError(f"--modes leaves out {has}, which is all that preset {preset.name!r} measures.")
     combinations = [dict(zip(chosen, values, strict=True)) for values in itertools.product(*chosen.values())]
     varied: dict[Workload, Workload] = {}  # the first of workloads that differ only in their ratios
-    for new in (replace(workload, **values) for workload in workloads for values in combinations):
-        varied.setdefault(replace(new, ratios=()), new)
-    return replace(preset, workloads=tuple(varied.values()), repeats=repeats or preset.repeats)
+    for new in (workload._replace(**values) for workload in workloads for values in combinations):
+        varied.setdefault(new._replace(ratios=()), new)
+    return preset._replace(workloads=tuple(varied.values()), repeats=repeats or preset.repeats)

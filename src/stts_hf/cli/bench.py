@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from stts_hf.benchmark.presets import PRESETS, find_preset, vary
 from stts_hf.cli.errors import CommandError, refused
 from stts_hf.cli.options import add_options, check_writable, count, device_name
 from stts_hf.cli.progress import note
 from stts_hf.selectors import SELECTORS
-from stts_hf.wording import did_you_mean, share
+from stts_hf.wording import share
 
 DEFAULT_PRESET = "tiny"
 OUTPUTS = Path("outputs", "bench")  # default folder of every other preset
@@ -36,7 +37,7 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_options(parser, table={"preset": (preset_name, DEFAULT_PRESET, "NAME", "what to measure; see --list")})
+    add_options(parser, table={"preset": (PRESETS, DEFAULT_PRESET, "NAME", "what to measure; see --list")})
     parser.add_argument("--list", action="store_true", help="print the presets with their run times, and exit")
     parser.add_argument(
         "--output",
@@ -52,19 +53,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", type=device_name, default="auto", help="auto (default), cpu, cuda, cuda:1, ...")
 
 
-def preset_name(text: str) -> str:
-    from stts_hf.benchmark.presets import PRESETS
-
-    if text not in PRESETS:
-        raise argparse.ArgumentTypeError(f"no preset {text!r}. {did_you_mean(text, PRESETS, 'See --list.')}")
-    return text
-
-
 def execute(arguments: argparse.Namespace) -> int:
     """Runs the command. Returns 1 if nothing could be measured; raises `CommandError` for a user error."""
     if arguments.list:
-        from stts_hf.benchmark.presets import PRESETS
-
         for preset in PRESETS.values():
             print(f"{preset.name:<17}{preset.help}\n{'':<17}takes {preset.takes}")
         return 0
@@ -91,7 +82,6 @@ def execute(arguments: argparse.Namespace) -> int:
 def prepare(arguments: argparse.Namespace) -> tuple[Iterator[dict[str, Any]], Path | None]:
     """Checks all arguments. Returns the results, to be measured (see `measure_cells`), and the folder for them."""
     from stts_hf.benchmark.measure import check_runnable, measure_cells, measure_workloads
-    from stts_hf.benchmark.presets import find_preset, vary
     from stts_hf.benchmark.report import check_folder
     from stts_hf.checkpoints.loading import choose_device
 

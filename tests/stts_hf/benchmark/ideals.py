@@ -3,7 +3,6 @@
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 from stts_hf.benchmark.geometries import GEOMETRIES
@@ -99,12 +98,12 @@ def main() -> None:
             if "moe" in workload.geometry or "3-5" in workload.geometry:
                 continue  # there are no formulas of experts and recurrent layers
             stock = flops(workload, None)
-            tower = flops(replace(workload, mode="tower"), None) * (3 if workload.mode == "training" else 1)
+            tower = flops(workload._replace(mode="tower"), None) * (3 if workload.mode == "training" else 1)
             tokens = workload.batch * num_frames(workload) * math.prod(GEOMETRIES[workload.geometry].grid)
             cells = [f"{name}: {workload.geometry}, {workload.frames} frames, {tokens} tokens, {workload.mode}"]
             cells += [f"{stock / 1e12:.4g}", f"{tower / stock:.0%}" if workload.mode == "inference" else ""]
             for ratio in ratios:
-                ideals = (stock / flops(replace(workload, selector=it), ratio) for it in ("scorer", AFTER))
+                ideals = (stock / flops(workload._replace(selector=it), ratio) for it in ("scorer", AFTER))
                 cells += [f"{ideal:.3f}" for ideal in ideals]
             print("| " + " | ".join(cells) + " |")
 

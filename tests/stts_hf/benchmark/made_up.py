@@ -22,7 +22,7 @@ def cell(variants: list[dict[str, Any]], **workload: Any) -> dict[str, Any]:
     given: dict[str, Any] = {"mode": "tower", "geometry": "tiny", "frames": 8, "ratios": ratios} | workload
     described = Workload(**given)
     return {
-        "workload": vars(described) | {"ratios": list(ratios)},
+        "workload": described._asdict() | {"ratios": list(ratios)},
         "title": described.title,
         "status": "ok",
         "variants": variants,

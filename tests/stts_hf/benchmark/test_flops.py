@@ -1,6 +1,5 @@
 """The FLOPs that ideals are made of, against formulas worked out by hand."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -28,8 +27,8 @@ from tests.stts_hf.benchmark import ideals
 FRAMES, PATCHES, BLOCKS = 4, 81, 9
 CPU = torch.device("cpu")
 MOLMO2 = Workload("tower", "tiny", FRAMES, text_tokens=16, timestamp_tokens=2, decode_tokens=1)
-QWEN = dataclasses.replace(MOLMO2, geometry="qwen3-vl-tiny", frames=8)
-SMOLVLM = dataclasses.replace(MOLMO2, geometry="smolvlm2-tiny")
+QWEN = MOLMO2._replace(geometry="qwen3-vl-tiny", frames=8)
+SMOLVLM = MOLMO2._replace(geometry="smolvlm2-tiny")
 
 
 @functools.cache
@@ -73,7 +72,7 @@ def kept_patches(workload: Workload, ratio: float) -> list[int]:
     ids=lambda changes: " ".join(map(str, changes.values())),
 )
 def test_what_ideals_work_out_is_what_is_counted(shape, changes, ratio):
-    workload = dataclasses.replace(shape, **changes)
+    workload = shape._replace(**changes)
     lengths = kept_patches(workload, ratio) if ratio else None
     assert count(workload, ratio)[TOTAL] == ideals.flops(workload, ratio, lengths)
 
@@ -94,14 +93,14 @@ def test_products_of_experts_count_as_those_of_each_expert_alone(mixture):
 
 def test_the_stages_make_the_whole():
     for ratio in (None, 0.5):
-        found = count(dataclasses.replace(QWEN, mode="inference"), ratio)
+        found = count(QWEN._replace(mode="inference"), ratio)
         assert found[TOTAL] == found[VISION_TOWER] + found[CONNECTOR] + found[SEQUENCE] + found[LANGUAGE_MODEL]
         assert found[CONNECTOR] > 0 == found[SEQUENCE]
 
 
 def test_counting_keeps_nothing_that_gradient_checkpointing_gives_up():
     """PyTorch's own counter does: by it, a step on a GPU took twice its memory, and did not fit."""
-    deep = dataclasses.replace(MOLMO2, mode="training", checkpointing=True, frames=32)
+    deep = MOLMO2._replace(mode="training", checkpointing=True, frames=32)
     runner, counted = runner_of(deep), FlopClock()
     runner.run(None, Clock(CPU))  # what is kept for later calls
     _, peak = peak_memory(lambda: runner.run(None, Clock(CPU)), CPU)

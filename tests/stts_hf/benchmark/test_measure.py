@@ -1,6 +1,5 @@
 """Passes take turns, memory is what it is, and what does not fit leaves the rest alone."""
 
-import dataclasses
 import time
 from types import SimpleNamespace
 
@@ -20,7 +19,7 @@ from tests.backbones import BACKBONES, Clip
 
 CPU = torch.device("cpu")
 TOWER = Workload("tower", "tiny", 2, (0.0, 0.5))
-TRAINING = dataclasses.replace(TOWER, mode="training", text_tokens=8, timestamp_tokens=1)
+TRAINING = TOWER._replace(mode="training", text_tokens=8, timestamp_tokens=1)
 
 
 def status_of(error: Exception) -> str:
@@ -104,7 +103,7 @@ def test_flex_attention_is_never_given_up_for_uncompiled_code():
     """PyTorch's default is to go on uncompiled after eight versions."""
     counter = CompileCounter()
     compiled = torch.compile(lambda tensor: tensor + len(tensor), backend=counter, dynamic=False)
-    with measuring._prepared(dataclasses.replace(TOWER, backend="flex_attention"), CPU):
+    with measuring._prepared(TOWER._replace(backend="flex_attention"), CPU):
         for size in range(2, 14):
             compiled(torch.ones(size))
         assert counter.frame_count == 12
