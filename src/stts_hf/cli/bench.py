@@ -39,12 +39,8 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, table={"preset": (PRESETS, DEFAULT_PRESET, "NAME", "what to measure; see --list")})
     parser.add_argument("--list", action="store_true", help="print the presets with their run times, and exit")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FOLDER",
-        help="write result.json and README.md there (default: outputs/bench/PRESET; tiny only prints)",
-    )
+    output = "write result.json and README.md there (default: outputs/bench/PRESET; tiny only prints)"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=output)
     parser.add_argument("--render", action="store_true", help="only rewrite the page of the result in --output")
     axes = parser.add_argument_group("values in place of the preset's; every combination is measured")
     for name, (_, argument) in AXES.items():

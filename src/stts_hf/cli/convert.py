@@ -10,26 +10,17 @@ from stts_hf.selectors import SELECTORS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="SOURCE",
-        help="STTS, Molmo2 or Qwen folder or Hub repository (docs/backbones.md), or an original training checkpoint "
-        "(model.pt or model_and_optim/, with config.yaml)",
-    )
+    source = "STTS, Molmo2 or Qwen folder or Hub repository (docs/backbones.md), or an original training checkpoint "
+    source += "(model.pt or model_and_optim/, with config.yaml)"
+    parser.add_argument("source", metavar="SOURCE", help=source)
     parser.add_argument("destination", metavar="DESTINATION", help="folder to write, completely or not at all")
-    parser.add_argument(
-        "--base",
-        metavar="PATH_OR_REPO",
-        help="stock folder or repository with tokenizer, processor and chat template; "
-        "required for an original training checkpoint",
-    )
+    base = "stock folder or repository with tokenizer, processor and chat template; "
+    base += "required for an original training checkpoint"
+    parser.add_argument("--base", metavar="PATH_OR_REPO", help=base)
     parser.add_argument("--revision", help="branch, tag or commit of SOURCE, if it is a repository")
-    parser.add_argument(
-        "--packing",
-        choices=("varlen", "first_fit_descending"),
-        help="layout of kept patches (default: the source's; an original training checkpoint has "
-        "first_fit_descending with refill)",
-    )
+    packing = "layout of kept patches (default: the source's; an original training checkpoint has "
+    packing += "first_fit_descending with refill)"
+    parser.add_argument("--packing", choices=("varlen", "first_fit_descending"), help=packing)
     add_options(parser, *KEEP)
     parser.add_argument("--selector", choices=SELECTORS, help="selection method")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="dtype (default: the source's)")

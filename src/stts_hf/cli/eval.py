@@ -15,24 +15,13 @@ COLUMNS = ("questions", "right", "accuracy", "no option", "errors", "video token
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "rows",
-        type=Path,
-        metavar="ROWS.jsonl",
-        help="JSONL file of questions with answers, options, videos or images, and types; see docs/evaluation.md",
-    )
+    rows = "JSONL file of questions with answers, options, videos or images, and types; see docs/evaluation.md"
+    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help=rows)
     add_options(parser, *MODEL, "selector", "allow_urls", "batch_size", *DECODING, max_new_tokens=16)
-    parser.add_argument(
-        "--without-options",
-        action="store_true",
-        help="ask multiple-choice questions without showing the options; the right option's text counts as correct",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="ANSWERS.jsonl",
-        help="one line per question, with ANSWERS.summary.json beside it; the same command continues an existing file",
-    )
+    openly = "ask multiple-choice questions without showing the options; the right option's text counts as correct"
+    parser.add_argument("--without-options", action="store_true", help=openly)
+    output = "one line per question, with ANSWERS.summary.json beside it; the same command continues an existing file"
+    parser.add_argument("--output", type=Path, metavar="ANSWERS.jsonl", help=output)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -15,9 +15,8 @@ REPEATED = ("max_new_tokens", "revision", "dtype", "allow_urls")  # by the comma
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "videos", metavar="VIDEO", nargs="*", help="video file, or an http(s) address with --allow-urls"
-    )
+    video = "video file, or an http(s) address with --allow-urls"
+    parser.add_argument("videos", metavar="VIDEO", nargs="*", help=video)
     parser.add_argument("question", metavar="QUESTION", help="question about the video")
     parser.add_argument("--expected", metavar="TEXT", help="right answer (default: the answer with nothing dropped)")
     parser.add_argument("--at", type=seconds, metavar="SECONDS", help="moment of the video that the question is about")

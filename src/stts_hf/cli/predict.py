@@ -41,12 +41,8 @@ RAY: dict[str, Option] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_input_options(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="prompt for videos without one")
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)",
-    )
+    output = ".jsonl or .parquet file, one row per input; an existing file is continued (default: standard output)"
+    parser.add_argument("--output", type=Path, metavar="FILE", help=output)
     parser.add_argument("--retry-errors", action="store_true", help="ask rows with an error in --output again")
     add_options(parser, *MODEL, "selector", "allow_urls", "batch_size", *DECODING)
     engines = "local (default): one model in this process; ray: one model per GPU or CPU of a machine or cluster"
@@ -55,13 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_input_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "inputs",
-        metavar="INPUT",
-        nargs="+",
-        help="videos, folders of videos, patterns in quotes ('videos/**/*.mp4'), JSONL or Parquet files of rows "
-        "{id, video, prompt}, or data sets of the Hub",
-    )
+    inputs = "videos, folders of videos, patterns in quotes ('videos/**/*.mp4'), JSONL or Parquet files of rows "
+    inputs += "{id, video, prompt}, or data sets of the Hub"
+    parser.add_argument("inputs", metavar="INPUT", nargs="+", help=inputs)
     parser.add_argument("--split", help="split of a data set (default: train)")
     parser.add_argument("--subset", metavar="NAME", help="configuration of a data set of the Hub")
 

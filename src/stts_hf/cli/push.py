@@ -15,13 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", default="Upload STTS checkpoint", help="commit message (default: %(default)s)")
     parser.add_argument("--token", help="access token (default: HF_TOKEN, then the token of `hf auth login`)")
     parser.add_argument("--overwrite", action="store_true", help="allow a repository that holds another model")
-    parser.add_argument(
-        "--include",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="further files of the folder to push, such as 'data/*'; may be repeated",
-    )
+    include = "further files of the folder to push, such as 'data/*'; may be repeated"
+    parser.add_argument("--include", action="append", default=[], metavar="PATTERN", help=include)
     parser.add_argument("--dry-run", action="store_true", help="check the folder, print the files to push, and exit")
 
 

@@ -21,20 +21,13 @@ FRAME_SIDE = 480  # pixels of a frame in pictures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "videos",
-        metavar="VIDEO",
-        nargs="+",
-        help="video file, or an http(s) address with --allow-urls; for several videos see stts-hf predict",
-    )
+    videos = "video file, or an http(s) address with --allow-urls; for several videos see stts-hf predict"
+    parser.add_argument("videos", metavar="VIDEO", nargs="+", help=videos)
     parser.add_argument("question", metavar="QUESTION", help="question about the video")
     add_options(parser, *MODEL, "selector", "allow_urls")
     parser.add_argument("--output", type=Path, metavar="PATH", help=f"picture to write (default: {PICTURE})")
-    parser.add_argument(
-        "--time",
-        action="store_true",
-        help="after the answer, time the prompt against the stock model and against no pruning",
-    )
+    time = "after the answer, time the prompt against the stock model and against no pruning"
+    parser.add_argument("--time", action="store_true", help=time)
 
 
 def execute(arguments: argparse.Namespace) -> int:

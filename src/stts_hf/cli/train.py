@@ -14,25 +14,12 @@ from stts_hf.cli.progress import keep_bars_out_of_logs, note
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="CONFIG", nargs="?", help="YAML file; see examples/configs, docs/training.md")
-    parser.add_argument(
-        "--resume",
-        nargs="?",
-        const=True,
-        default=False,
-        metavar="CHECKPOINT",
-        help="resume from CHECKPOINT (default: the last complete checkpoint in the output folder)",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="check the configuration and all rows and print the plan, without loading weights",
-    )
-    parser.add_argument(
-        "overrides",
-        metavar="--SETTING VALUE",
-        nargs=argparse.REMAINDER,
-        help="replaces a value of the file, such as --max_steps 10; `stts-hf train CONFIG --help` lists all settings",
-    )
+    resume = "resume from CHECKPOINT (default: the last complete checkpoint in the output folder)"
+    parser.add_argument("--resume", nargs="?", const=True, default=False, metavar="CHECKPOINT", help=resume)
+    plan = "check the configuration and all rows and print the plan, without loading weights"
+    parser.add_argument("--dry-run", action="store_true", help=plan)
+    others = "replaces a value of the file, such as --max_steps 10; `stts-hf train CONFIG --help` lists all settings"
+    parser.add_argument("overrides", metavar="--SETTING VALUE", nargs=argparse.REMAINDER, help=others)
 
 
 def _take_options(arguments: argparse.Namespace) -> list[str]:

@@ -28,22 +28,13 @@ WHOLE = "nothing dropped"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("video", metavar="VIDEO", help="video file, or an http(s) address with --allow-urls")
     add_options(parser, *MODEL, "allow_urls")
-    parser.add_argument(
-        "--selectors",
-        nargs="+",
-        choices=SELECTORS,
-        help="selection methods to compare (default: all; without a trained scorer cosine and random)",
-    )
+    selectors = "selection methods to compare (default: all; without a trained scorer cosine and random)"
+    parser.add_argument("--selectors", nargs="+", choices=SELECTORS, help=selectors)
     parser.add_argument("--question", default=QUESTION, help=f'question about the video (default: "{QUESTION}")')
     repeats = "timed prompts per selector; 0 measures nothing"
     add_options(parser, table={"repeats": (natural, 3, "N", repeats)})
-    parser.add_argument(
-        "--output",
-        type=Path,
-        required=True,
-        metavar="FOLDER",
-        help="new folder for report.html and its files; it is written completely or not at all",
-    )
+    output = "new folder for report.html and its files; it is written completely or not at all"
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help=output)
 
 
 def execute(arguments: argparse.Namespace) -> int:
