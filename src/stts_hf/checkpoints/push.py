@@ -148,9 +148,8 @@ def check_repository(api: HfApi, repo_id: str, revision: str | None, present: li
     model_type = None
     if "config.json" in present:
         with suppress(ValueError):
-            model_type = read_json(Path(api.hf_hub_download(repo_id, "config.json", revision=revision))).get(
-                "model_type"
-            )
+            config = api.hf_hub_download(repo_id, "config.json", revision=revision)
+            model_type = read_json(Path(config)).get("model_type")
     if model_type not in OWN and not fnmatch.filter(present, "modeling_stts*.py"):
         holds = f"a {model_type!r} model" if model_type else "other files"
         raise PushRefused(f"{repo_id} exists and holds {holds}; choose another name, or replace it with --overwrite")

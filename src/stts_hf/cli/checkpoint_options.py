@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stts_hf.cli.errors import CommandError, refused
-from stts_hf.cli.options import KEEP, processing
+from stts_hf.cli.options import OPTIONS, PROCESSING, processing
 from stts_hf.cli.progress import import_libraries, note, stage
 
 if TYPE_CHECKING:
     from stts_hf.inference.predictor import Predictor
 
-OF_PREDICTOR = {
-    *("checkpoint", "revision", "selector", "device", "dtype", *KEEP),
-    *("batch_size", "max_new_tokens", "decode_timeout", "allow_urls"),
-}
+OF_PREDICTOR = OPTIONS.keys() - {*PROCESSING, "workers"}
 TINY = Path("hub_configs") / "stts-tiny"
 SMALL = 50_000_000  # parameters
 

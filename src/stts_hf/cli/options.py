@@ -88,6 +88,7 @@ OPTIONS: dict[str, Option] = {
 }
 # What a call may say of how many blocks stay, as in `modeling/budget_stts.py`, which imports PyTorch.
 KEEP = ("pruning_ratio", "score_threshold", "min_pruning_ratio", "max_pruning_ratio", "video_token_budget")
+PROCESSING = ("num_frames", "max_fps", "test_time_scaling")
 RUNNING = ("revision", "num_frames", "max_fps", "device", "dtype")
 MODEL = ("checkpoint", *KEEP, "test_time_scaling", "max_new_tokens", *RUNNING)
 DECODING = ("workers", "decode_timeout")
@@ -110,7 +111,7 @@ def add_options(
 
 def processing(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the processor's options from a command's arguments."""
-    options = {name: getattr(arguments, name, None) for name in ("num_frames", "max_fps", "test_time_scaling")}
+    options = {name: getattr(arguments, name, None) for name in PROCESSING}
     return {name: value for name, value in options.items() if value not in (None, False)}
 
 

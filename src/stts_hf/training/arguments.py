@@ -177,17 +177,12 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
         raise ValueError(
             "`scorer_target` is 'answers', but the scorer was never fitted to them. Train it with `scorer_only` first."
         )
-    if arguments.scorer_only:
-        learns = {  # whether the scorer learns with this setting's value
-            "selector": SELECTORS[vision.selector].is_learned,
-            "temporal_loss_weight": config.temporal_loss_weight or learns_answers,
-        }
-        for name, good in learns.items():
-            if not good:
-                raise ValueError(
-                    f"`scorer_only` is true, but `{name}` is {getattr(vision, name, config.temporal_loss_weight)!r}, "
-                    "with which the scorer learns nothing. Change one of the two."
-                )
+    learns = SELECTORS[vision.selector].is_learned and (config.temporal_loss_weight or learns_answers)
+    if arguments.scorer_only and not learns:
+        raise ValueError(
+            f"`scorer_only` is true, but `selector` is {vision.selector!r} and `temporal_loss_weight` is "
+            f"{config.temporal_loss_weight!r}, with which the scorer learns nothing. Change one of them."
+        )
 
 
 def split_groups(

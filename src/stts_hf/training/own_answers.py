@@ -55,7 +55,7 @@ def answer_rows(
     model: PreTrainedModel,
     processor: Processor,
     *,
-    folder: Path | None = None,
+    folder: Path,
     identity: str = "",
     on_error: str = "raise",
 ) -> datasets.Dataset:
@@ -145,13 +145,8 @@ def _digest(source: Any) -> str:
 
 
 @contextlib.contextmanager
-def _open_answers(
-    folder: Path | None, process: int
-) -> Iterator[tuple[dict[str, str], Callable[[Mapping[str, Any]], None]]]:
+def _open_answers(folder: Path, process: int) -> Iterator[tuple[dict[str, str], Callable[[Mapping[str, Any]], None]]]:
     """The answers in `folder` by their keys, and a function that adds one to the file of this process."""
-    if folder is None:
-        yield {}, lambda entry: None
-        return
     folder.mkdir(parents=True, exist_ok=True)
     known: dict[str, str] = {}
     for path in folder.glob(FILES.format("*")):

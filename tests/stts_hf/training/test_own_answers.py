@@ -53,10 +53,10 @@ def marked(data: Path) -> Any:
     return mark_unanswered(load_rows(data), "Describe this video.", 6)
 
 
-def test_answers_are_those_of_the_unpruned_model(data, processor):
+def test_answers_are_those_of_the_unpruned_model(data, processor, tmp_path):
     model = load_talkative()
     rows = prepare_rows(marked(data), processor, progress=False)
-    rows = prepare_rows(answer_rows(rows, model, processor), processor, progress=False)
+    rows = prepare_rows(answer_rows(rows, model, processor, folder=tmp_path), processor, progress=False)
     batch = STTSDataCollator(processor)([rows[index] for index in range(3)])
     learned = [processor.decode(labels[labels != -100], skip_special_tokens=True) for labels in batch["labels"]]
     clips = [data.parent / f"clip_{number}.mp4" for number in range(2)]
@@ -69,10 +69,10 @@ def test_answers_are_those_of_the_unpruned_model(data, processor):
     assert "What moves?" in texts[1]
 
 
-def test_lengths_leave_room_for_answers(data, processor):
+def test_lengths_leave_room_for_answers(data, processor, tmp_path):
     model = load_tiny()
     before = prepare_rows(marked(data), processor, pruning_ratio=0.5, progress=False)
-    answered = answer_rows(before, model, processor)
+    answered = answer_rows(before, model, processor, folder=tmp_path)
     after = prepare_rows(answered, processor, pruning_ratio=0.5, progress=False)
     assert all(now <= bound for now, bound in zip(after["length"], before["length"], strict=True))
     assert after["length"][2] == before["length"][2]
@@ -124,12 +124,12 @@ def test_a_damaged_file_of_answers_is_named(data, processor, tmp_path):
         answer_rows(rows, load_tiny(), processor, folder=tmp_path)
 
 
-def test_an_empty_answer_is_an_error_or_left_out(data, processor, monkeypatch):
+def test_an_empty_answer_is_an_error_or_left_out(data, processor, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "_answer_batch", lambda *_, **options: [Answer(answer="")])
     rows = prepare_rows(marked(data), processor, progress=False)
     with pytest.raises(RowError, match=r"Row 'train.jsonl:1': the unpruned model answers nothing"):
-        answer_rows(rows, load_tiny(), processor)
-    left = answer_rows(rows, load_tiny(), processor, on_error="skip")
+        answer_rows(rows, load_tiny(), processor, folder=tmp_path)
+    left = answer_rows(rows, load_tiny(), processor, folder=tmp_path, on_error="skip")
     assert list(left["id"]) == ["row-2"]
 
 
@@ -157,7 +157,7 @@ def test_from_clips_alone_to_a_checkpoint_and_on(data, undecided, tmp_path, caps
         assert changed == (".scorer." in name), name
 
 
-def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor):
+def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, processor, tmp_path):
     asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes."}]
     asked.append({"role": "user", "content": "And two?"})
     rows: list[dict[str, Any]] = [
@@ -166,7 +166,7 @@ def test_multiple_choice_and_conversations_wait_for_their_last_answer(data, proc
     ]
     file = write_rows(data.parent, rows, "asked.jsonl")
     ready = prepare_rows(marked(file), processor, progress=False)
-    done = prepare_rows(answer_rows(ready, load_tiny(), processor), processor, progress=False)
+    done = prepare_rows(answer_rows(ready, load_tiny(), processor, folder=tmp_path), processor, progress=False)
     rendered = [prompt_of(processor, read_row(row)) for row in done]
     prompts = [prompt for prompt, _ in rendered]
     assert "A. left\nB. right" in prompts[0]
