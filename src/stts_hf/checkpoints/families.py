@@ -23,7 +23,7 @@ from stts_hf.modeling.settings_stts import PruningConfig
 from stts_hf.modeling.video_processing_stts import STTSVideoProcessor
 from stts_hf.modeling.video_processing_stts_smolvlm import STTSSmolVLMVideoProcessor
 
-from .files import read_json
+from .files import check_folder, check_has_config, read_json, remedy_for, usable
 from .original import SPECIAL_TOKENS
 
 
@@ -113,18 +113,17 @@ def own_family(folder: Path) -> Family:
 
 
 def model_type_of(checkpoint: str | Path, revision: str | None = None) -> object:
-    """Returns `model_type` of the `config.json` in a folder or Hub repository. Raises `OSError` without one."""
-    folder = Path(checkpoint).expanduser()
-    if folder.is_dir():
-        config = read_json(folder / "config.json")
-    else:
+    """Returns `model_type` in the `config.json` of a folder, which is checked, or Hub repository; or `ValueError`."""
+    with usable(f"checkpoint {checkpoint} cannot be loaded", remedy_for(checkpoint)):
+        if (folder := Path(checkpoint).expanduser()).is_dir():  # else it is one of the Hub
+            check_has_config(folder)
+            check_folder(folder)
+            return read_json(folder / "config.json").get("model_type")
         config, _ = PreTrainedConfig.get_config_dict(checkpoint, revision=revision)
-    if not config:
-        raise OSError(f"{checkpoint} holds no config.json. Pass a checkpoint's folder or Hub id.")
-    return config.get("model_type")
+        return config.get("model_type")
 
 
 def family_of_checkpoint(checkpoint: str | Path, revision: str | None = None) -> Family:
-    """Returns the family of a folder or Hub repository, and registers the Auto classes. Raises as `family_of`."""
+    """Returns the family of a folder or Hub repository, and registers the Auto classes. Raises `ValueError`."""
     register_auto_classes()
     return family_of(model_type_of(checkpoint, revision), checkpoint)

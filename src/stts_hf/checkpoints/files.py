@@ -139,6 +139,21 @@ def check_folder(folder: Path) -> None:
     check_texts(folder)
 
 
+def check_has_config(folder: Path) -> None:
+    """Raises `ValueError` for a folder that is no checkpoint, whatever else lies in it."""
+    if not os.path.lexists(folder / "config.json"):
+        raise ValueError(
+            f"checkpoint {folder} has no config.json: name a checkpoint's folder, or make one with stts-hf convert"
+        )
+
+
+def remedy_for(checkpoint: str | Path) -> str:
+    """What to do about a checkpoint, a folder or a Hub repository, that cannot be loaded."""
+    if Path(checkpoint).is_dir():
+        return "copy the checkpoint again"
+    return "check its name and the network, and log in where it is a private repository"
+
+
 def every_file(folder: Path) -> dict[str, Path]:
     """Returns every file and link below a folder, by its path there; links are not followed."""
     return _by_name(folder, folder.rglob("*"))

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import glob
-import os
 import sys
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -12,7 +11,7 @@ from typing import Any
 
 from stts_hf.selectors import SELECTORS
 
-from .files import check_folder, raise_findings, read_json, usable
+from .files import check_has_config, raise_findings, read_json, remedy_for, usable
 
 # Of which a machine has at least one where PyTorch may find a CUDA GPU: Linux's, Jetson's, WSL's, and ROCm's.
 _OF_DRIVERS = ("/dev/nvidia*", "/dev/nvhost*", "/dev/nvmap", "/dev/dxg", "/dev/kfd", "/proc/driver/nvidia")
@@ -35,14 +34,6 @@ def check_checkpoint(checkpoint: str, revision: str | None = None) -> str:
         raise ValueError(f"checkpoint {checkpoint} is not a folder: pass a checkpoint's folder or user/name")
     check_on_hub(checkpoint, revision)
     return checkpoint
-
-
-def check_has_config(folder: Path) -> None:
-    """Raises `ValueError` for a folder that is no checkpoint, whatever else lies in it."""
-    if not os.path.lexists(folder / "config.json"):
-        raise ValueError(
-            f"checkpoint {folder} has no config.json: name a checkpoint's folder, or make one with stts-hf convert"
-        )
 
 
 def check_on_hub(name: str, revision: str | None) -> None:
@@ -101,11 +92,11 @@ def load_config_and_processor(
 ) -> tuple[Any, Any]:
     """Returns configuration and processor. Raises `ValueError` where they, or a scorer, cannot be loaded."""
     from .checks import check_sizes
-    from .families import OWN, family_of
+    from .families import OWN, family_of, model_type_of
 
     if selector not in (None, *SELECTORS):
         raise ValueError(f"selector must be one of {', '.join(SELECTORS)}, got {selector!r}")
-    kind = _model_type_of(checkpoint, revision)
+    kind = model_type_of(checkpoint, revision)
     family = family_of(kind, f"checkpoint {checkpoint}")
     if kind not in OWN and (selector is None or SELECTORS[selector].is_learned):
         raise ValueError(
@@ -113,7 +104,7 @@ def load_config_and_processor(
             'selector cosine, which needs none (selector="cosine", --selector cosine), or make an STTS checkpoint of '
             "it with stts-hf convert and train that"
         )
-    with usable(f"checkpoint {checkpoint} cannot be loaded: its config.json", _remedy(checkpoint)):
+    with usable(f"checkpoint {checkpoint} cannot be loaded: its config.json", remedy_for(checkpoint)):
         config: Any = family.config.from_pretrained(checkpoint, revision=revision or "main")
         raise_findings("it does not describe a model", check_sizes(config))
         if selector is not None:
@@ -133,13 +124,13 @@ def load_processor(
     from stts_hf.video.processors import check_frames
 
     from .checks import check_chat_template, check_processor, check_vocabulary
-    from .families import OWN, family_of
+    from .families import OWN, family_of, model_type_of
 
     register_auto_classes()
-    kind = kind or _model_type_of(checkpoint, revision)
+    kind = kind or model_type_of(checkpoint, revision)
     family = family_of(kind, f"checkpoint {checkpoint}")
     parts = "config.json, tokenizer, processor or chat template"
-    with usable(f"checkpoint {checkpoint} cannot be loaded: its {parts}", _remedy(checkpoint)):
+    with usable(f"checkpoint {checkpoint} cannot be loaded: its {parts}", remedy_for(checkpoint)):
         try:  # refused, or transformers asks whether to run foreign code
             processor: Any = family.processor.from_pretrained(
                 checkpoint, revision=revision or "main", trust_remote_code=False
@@ -181,7 +172,7 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
 
     folder = _folder_of_weights(checkpoint, revision, options)
     vars(config).pop("transformers_weights", None)  # may name other files than those that are checked
-    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
+    with usable(f"checkpoint {checkpoint} cannot be loaded", remedy_for(checkpoint)):
         settings = read_json(folder / "generation_config.json")
         wrong = [*check_generation_config(settings, config)]
         found = compare_weights(config, open_safetensors(folder))
@@ -193,16 +184,6 @@ def load_weights(checkpoint: str, config: Any, *, revision: str | None = None, *
     return model, [name for name in found.missing if is_scorer(name)]
 
 
-def _model_type_of(checkpoint: str | Path, revision: str | None) -> object:
-    from .families import model_type_of
-
-    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
-        if (folder := Path(checkpoint).expanduser()).is_dir():  # else it is one of the Hub
-            check_has_config(folder)
-            check_folder(folder)
-        return model_type_of(checkpoint, revision)
-
-
 def _folder_of_weights(checkpoint: str, revision: str | None, options: Mapping[str, Any]) -> Path:
     """Returns the checkpoint's folder, in the cache for a Hub repository, whose weights are downloaded."""
     from huggingface_hub import snapshot_download
@@ -212,11 +193,5 @@ def _folder_of_weights(checkpoint: str, revision: str | None, options: Mapping[s
         return folder / inside
     where = {name: options[name] for name in _OF_DOWNLOADS & options.keys()}
     files = [str(Path(inside, name)) for name in ("generation_config.json", "model*.safetensors", "model*.index.json")]
-    with usable(f"checkpoint {checkpoint} cannot be loaded", _remedy(checkpoint)):
+    with usable(f"checkpoint {checkpoint} cannot be loaded", remedy_for(checkpoint)):
         return Path(snapshot_download(checkpoint, revision=revision, allow_patterns=files, **where)) / inside
-
-
-def _remedy(checkpoint: str | Path) -> str:
-    if Path(checkpoint).is_dir():
-        return "copy the checkpoint again"
-    return "check its name and the network, and log in where it is a private repository"
