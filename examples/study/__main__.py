@@ -40,35 +40,22 @@ def rate(text: str) -> tuple[str, float]:
     return name, float(value)
 
 
+SHARES: dict[str, Any] = {"nargs": 2, "type": share, "metavar": ("LOW", "HIGH")}
 # Option: what it takes. Fields of the study's `Settings`; those left out are as the folder has them, or defaults.
 SETTINGS: dict[str, dict[str, Any]] = {
     "steps": {"type": count, "metavar": "N", "help": "training steps of a run (default: 200)"},
     "batch_size": {"type": count, "metavar": "B", "help": "clips with their conversations in a step (default: 16)"},
     "warmup_steps": {"type": int, "metavar": "N", "help": "warm-up steps before the cosine schedule (default: 10)"},
-    "ratio_range": {
-        "nargs": 2,
-        "type": share,
-        "metavar": ("LOW", "HIGH"),
-        "help": "between which each video draws its pruning ratio in training (default: 0.1 0.95)",
-    },
+    "ratio_range": SHARES | {"help": "between which videos draw their pruning ratio in training (default: 0.1 0.95)"},
     "scorer_rate": {"type": float, "metavar": "RATE", "help": "peak while a new scorer is alone (default: 2e-3)"},
     "scorer_steps": {"type": int, "metavar": "N", "help": "of them by the temporal loss (default: 0)"},
     "answers_steps": {"type": count, "metavar": "N", "help": "of them by answers (default: 2000)"},
-    "mask_ratios": {
-        "nargs": 2,
-        "type": share,
-        "metavar": ("LOW", "HIGH"),
-        "help": "between which keep masks draw what they drop (default: 0.5 0.9)",
-    },
+    "mask_ratios": SHARES | {"help": "between which keep masks draw what they drop (default: 0.5 0.9)"},
     "num_masks": {"type": count, "metavar": "N", "help": "keep masks of a clip in a round (default: 12)"},
     "mask_rounds": {"type": count, "metavar": "N", "help": "rounds of keep masks (default: 2)"},
     "answer_loss": {"choices": ANSWER_LOSSES, "help": "what a keep mask costs (default: divergence)"},
     "split": {"choices": SPLITS, "help": "whose clips are asked about (default: test)"},
-    "without_options": {
-        "action": "store_true",
-        "default": None,
-        "help": "ask multiple-choice questions without showing the options",
-    },
+    "without_options": {"action": "store_true", "default": None, "help": "ask questions without showing their options"},
     "learning_rates": {"nargs": "+", "type": rate, "metavar": "PART=RATE", "help": "peak rates (default: the paper's)"},
     "model_settings": {"nargs": "+", "type": pair, "metavar": "NAME=VALUE", "help": "such as temporal_loss_weight=0.5"},
     "seeds": {"nargs": "+", "type": int, "metavar": "SEED", "help": "(default: 0 1 2 3 4)"},
@@ -90,16 +77,11 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("--distraction", type=float, default=1.0, metavar="S", help="0 none, 1 all (default: 1)")
     command.add_argument("--kinds", nargs="+", default=[], metavar="KIND", help=f"of it (default: {kinds})")
     command.add_argument("--style", default="plain", help="plain, or other: looks that training never sees")
-    command.add_argument(
-        "--photographs", type=float, default=0.3, metavar="SHARE", help="share of clips before one (default: 0.3)"
-    )
-    command.add_argument(
-        "--films", type=float, default=0.0, metavar="SHARE", help="share of clips before one (default: 0)"
-    )
+    shares = ("photographs", 0.3, "clips before a photograph"), ("films", 0.0, "clips before a film")
+    for name, default, what in (*shares, ("calm", 0.0, "training clips without distraction")):
+        words = f"share of {what} (default: {default:g})"
+        command.add_argument(f"--{name}", type=float, default=default, metavar="SHARE", help=words)
     command.add_argument("--sizes", nargs="+", type=count, default=[], metavar="PX", help="of the files (default: 144)")
-    command.add_argument(
-        "--calm", type=float, default=0.0, metavar="SHARE", help="share of training clips without distraction"
-    )
     command.set_defaults(execute=make)
 
     command = commands.add_parser("run", help="train and evaluate every method, and write the report")

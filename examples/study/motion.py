@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from ..benchmarks.moving_clips import Clip
-from ..benchmarks.moving_clips import correlate as correlate
 from ..benchmarks.moving_clips import share_kept as share_kept
 from .distraction import Look
 from .questions import compose_short
