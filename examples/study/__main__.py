@@ -28,12 +28,6 @@ def pair(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def named_path(text: str) -> tuple[str, Path]:
-    """`NAME=FOLDER`."""
-    name, value = pair(text)
-    return name, Path(str(value))
-
-
 def rate(text: str) -> tuple[str, float]:
     """`PART=RATE`."""
     name, value = pair(text)
@@ -88,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     command.add_argument("folder", type=Path, metavar="FOLDER", help="of the study: begun there, or gone on with")
     command.add_argument("--dataset", type=Path, metavar="DATA", required=True, help="made by make-dataset")
     command.add_argument("--base", type=Path, metavar="CHECKPOINT", required=True, help="unpruned model to start from")
-    tests: dict[str, Any] = {"type": named_path, "metavar": "NAME=DATA", "help": "data sets that are asked about too"}
+    tests: dict[str, Any] = {"type": pair, "metavar": "NAME=DATA", "help": "data sets that are asked about too"}
     command.add_argument("--tests", nargs="+", default=[], **tests)
     command.add_argument("--only", nargs="+", choices=METHODS, metavar="METHOD", help=f"some of {', '.join(METHODS)}")
     command.add_argument("--workers", type=count, default=1, metavar="N", help="processes at a time (default: 1)")
@@ -128,7 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_output(arguments.folder)
     given = settings_of(arguments)
-    places, tests = (arguments.folder, arguments.dataset, arguments.base), dict(arguments.tests)
+    tests = {name: Path(str(folder)) for name, folder in arguments.tests}
+    places = (arguments.folder, arguments.dataset, arguments.base)
     study = open_study(*places, given, tests=tests, write=not arguments.plan)
     only = arguments.only or ()
     runs = plan(study.settings, only)

@@ -1,7 +1,4 @@
-"""
-The study's clips with what moves in them, block by block. Distraction counts as no motion: it is what misleads a
-heuristic that goes by change.
-"""
+"""The study's clips with what moves in them, block by block. Distraction, which misleads a heuristic, is no motion."""
 
 from collections.abc import Iterator
 
@@ -12,14 +9,12 @@ from ..benchmarks.moving_clips import share_kept as share_kept
 from .distraction import Look
 from .questions import compose_short
 
-FPS = 4.0  # at which the study looks at its clips
-
 
 def draw_clips(number: int, num_frames: int, side: int, cells: int, seed: int = 0) -> Iterator[Clip]:
     """Clips of the study's kind, at 4 frames per second, with motion per cell of the frame's `cells` x `cells`."""
     for index in range(number):
         scene, _ = compose_short(seed + index, look=Look(1.0))
-        times = [frame / FPS for frame in range(num_frames)]
+        times = [frame / 4 for frame in range(num_frames)]
         yield Clip(scene.draw(times, side), scene.motion(times, cells))
 
 
