@@ -227,6 +227,7 @@ def make_tiny(base: Path, folder: Path, *, scorer_steps: int, steps: int, batch_
     rows, _ = model.config.vision_config.block_grid
     scenes = SceneConversations(processor, scorer_steps, batch_size, 3, rows, True, 10 * FIRST_SEED, look=FULL)
     renew_scorer(model, 0)
+    model.config.scorer_target = "change"  # the study fits it to answers afterwards
     start_scorer(model, scenes, lambda batches: batches[0][0], scorer_steps, 1, 0, dataloader_num_workers=1)
     teach_pruned(model, processor, steps, batch_size)
     save_into(folder, model.eval(), processor)

@@ -157,7 +157,7 @@ def do_run(study: Study, run: Run, keep_checkpoint: bool = False, only: Sequence
     desk, started, path = Desk(study), time.perf_counter(), study.folder / RECORDS / f"{run.name}.json"
     earlier = read_records(study.folder, study.settings).get(run.name, {"evaluations": {}, "seconds": 0.0})
     record: dict[str, Any] = {"format": FORMAT, "study": study.settings.fingerprint, "run": dataclasses.asdict(run)}
-    record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}"}
+    record |= {"started": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M UTC}", "seconds": earlier["seconds"]}
     record |= {"machine": describe_machine(desk.device), "versions": describe_versions()}
     with tempfile.TemporaryDirectory() as folder:
         kept = study.folder / CHECKPOINTS / run.name
