@@ -42,6 +42,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     with refused():
         rows: list[dict[str, Any]] = list(load_rows(arguments.rows))
+    with refused(f"{arguments.rows}: "):
         check_ids(rows)
     if arguments.without_options:
         rows = ask_openly(rows)

@@ -122,7 +122,11 @@ def test_rows_that_cannot_be_read_count_as_wrong_and_are_asked_again(run, rows, 
     [
         (None, [], r"ROWS\.jsonl .*gone\.jsonl does not exist"),
         ('{"question": "a", "answer": "b"}\nx\n', [], r"rows\.jsonl:2 is not JSON"),
-        ('{"id": "x", "question": "a", "answer": "b"}\n' * 2, [], r"several rows have the id x. Give each its own"),
+        (
+            '{"id": "x", "question": "a", "answer": "b"}\n' * 2,
+            [],
+            r"rows\.jsonl: .*several rows have the id x\. Give each its own",
+        ),
         ('{"question": "a", "answer": "b"}\n', ["--output", "answers.csv"], "must be a file that ends in .jsonl"),
     ],
     ids=["no file", "damaged", "same id", "ending"],
