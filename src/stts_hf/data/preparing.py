@@ -1,7 +1,6 @@
 """Checks every row before the first step: reads it, opens its files, renders its prompt, counts its tokens."""
 
 import contextlib
-import itertools
 from typing import Any
 
 import datasets
@@ -67,7 +66,9 @@ def prepare_rows(
         try:
             sample = read_row(rows[index], index)
             check_files(sample, allow_urls)
-            return sample, _open_files(sample, processor, headers, ratio is not None)
+            if ratio is None and headers:
+                _open_files(sample)
+            return sample, ([], []) if ratio is None else _read_headers(sample, processor)
         except RowError as error:
             return error
 
@@ -121,18 +122,22 @@ class _Header(VideoFile):
         pass
 
 
-def _open_files(sample: Sample, processor: Processor, headers: bool, counts: bool) -> _Headers:
-    """Opens files, not URLs. counts: URLs too, and decodes at most one frame of each video. Raises `RowError`."""
+def _open_files(sample: Sample) -> None:
+    """Raises `RowError` where a video or image cannot be opened. URLs are not fetched."""
     with row_errors(sample.id):
-        if counts:
-            videos = [probe(processor, video) for video in sample.videos]
-            return videos, [_image_size(open_picture(image, processor)) for image in sample.images]
-        if headers:
-            for video in itertools.filterfalse(is_url, sample.videos):
+        for video in sample.videos:
+            if not is_url(video):
                 _Header(video).close()
-            for image in itertools.filterfalse(is_url, sample.images):
+        for image in sample.images:
+            if not is_url(image):
                 open_picture(image)
-        return [], []
+
+
+def _read_headers(sample: Sample, processor: Processor) -> _Headers:
+    """Decodes at most one frame of each video. Raises `RowError`."""
+    with row_errors(sample.id):
+        videos = [probe(processor, video) for video in sample.videos]
+        return videos, [_image_size(open_picture(image, processor)) for image in sample.images]
 
 
 def _image_size(image: Image.Image) -> tuple[int, int]:
