@@ -64,6 +64,9 @@ class HeldClips:
         self._clips: dict[tuple[str, Hashable], Clip] = {}  # the most recently used last
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._clips)
+
     def find(self, owner: str, key: Hashable) -> Clip | None:
         """The clip, which becomes the most recently used."""
         with self._lock:

@@ -185,9 +185,9 @@ def test_an_answer_that_is_cancelled_ends_and_the_next_question_works(client, se
 def test_when_a_visitor_leaves_its_clips_go(served, video):
     client = gradio_client.Client(served.url, verbose=False)
     ask(client, video)
-    held = len(served.visits.clips._clips)
+    held = len(served.visits.clips)
     served.visits.leave(client.session_hash)
-    assert len(served.visits.clips._clips) == held - 1
+    assert len(served.visits.clips) == held - 1
 
 
 def test_an_upload_that_broke_off_is_not_kept(served):
@@ -230,14 +230,14 @@ def test_the_answer_about_a_clip_that_is_replaced_ends_and_clears_what_it_showed
     request = SimpleNamespace(session_hash="moves on")
     other = write_clip(tmp_path / "other.mp4", 5)
     list(served.choose(str(video), request))
-    held = len(served.visits.clips._clips)
+    held = len(served.visits.clips)
     asked = served.ask("What?", str(video), 50, "scorer", request)
     next(asked), next(asked)
     list(served.choose(str(other), request))
     (last,) = asked
     assert last[served.chat] == []
     assert last[served.timeline] == ""
-    assert len(served.visits.clips._clips) == held
+    assert len(served.visits.clips) == held
     assert list(served.ask("Where?", str(video), 50, "scorer", request)) == []  # it waited in the queue
     *_, last = served.ask("What?", str(other), 50, "scorer", request)
     assert "frames read" in last[served.chat][-1]["content"]

@@ -163,7 +163,7 @@ def test_a_browser_that_leaves_ends_its_answer(visit, served, gate, tmp_path):
     upload(page, mine)
     ask(page, "Wait for it.")
     assert gate.reached.wait(PATIENCE)
-    held = len(served.visits.clips._clips)
+    held = len(served.visits.clips)
     page.close()
     gate.open.set()
     assert gate.closed.wait(PATIENCE)
@@ -171,4 +171,4 @@ def test_a_browser_that_leaves_ends_its_answer(visit, served, gate, tmp_path):
     upload(other, mine)
     ask(other, "What moves?")
     wait_for(other, "frames read in")
-    assert len(served.visits.clips._clips) == held
+    assert len(served.visits.clips) == held

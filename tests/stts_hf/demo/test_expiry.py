@@ -49,7 +49,7 @@ def test_files_and_clips_go_and_the_next_question_says_so(forgetful, video):
     upload = Path(forgetful.visits.find(client.session_hash).video)
     wait_until(lambda: forgetful.visits.find(client.session_hash) is None)
     wait_until(lambda: not upload.exists())
-    assert len(forgetful.visits.clips._clips) == 0
+    assert len(forgetful.visits.clips) == 0
     wait_until(lambda: not unused.exists())
     client.close()
     kept = {"path": str(upload), "meta": {"_type": "gradio.FileData"}}  # as the page sends it

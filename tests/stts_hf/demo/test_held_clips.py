@@ -22,7 +22,7 @@ def held() -> Any:
 def test_the_clip_asked_about_longest_ago_goes_first():
     none = HeldClips(0)
     none.hold("a", 1, held())
-    assert len(none._clips) == 0
+    assert len(none) == 0
     clips, (first, second, third) = HeldClips(2), (held(), held(), held())
     clips.hold("a", 1, first)
     clips.hold("b", 1, second)
@@ -39,7 +39,7 @@ def test_what_an_owner_has_goes_with_it_and_nothing_else():
     clips.let_go("a")
     gc.collect()
     assert gone() is None
-    assert len(clips._clips) == 1
+    assert len(clips) == 1
     assert clips.find("b", 1) is not None
 
 
