@@ -98,8 +98,8 @@ def what_ran(outcomes: Sequence[Outcome], results: Results) -> str:
     lines = ["| part | | s | |", "| --- | --- | ---: | --- |"]
     for outcome in outcomes:
         name = outcome.part.name
-        link = f"[{name}](gpu-{name}/README.md)" if results.get(name, {}).get("finished") else name
         result = results.get(name, {})
+        link = f"[{name}](gpu-{name}/README.md)" if result.get("finished") else name
         said, state = outcome.reason or summary(result), outcome.state
         if any(check["state"] in WRONG for check in result.get("checks", ())):
             state = "**rows failed**"

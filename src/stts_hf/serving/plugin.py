@@ -44,8 +44,8 @@ def register() -> None:
             ModelRegistry.register_model(name, f"stts_hf.serving.{model}")
             MODELS_CONFIG_MAP[name] = settings
         else:
-            where = "by vLLM yet, only on Molmo2 and dense Qwen3-VL. Use it in transformers."
-            reason = f"STTS on {config.family} is not served {where}"
+            reason = f"STTS on {config.family} is not served by vLLM yet, only on Molmo2 and dense Qwen3-VL. "
+            reason += "Use it in transformers."
             AutoConfig.register(config.model_type, refused(config, ValueError, reason), exist_ok=True)
 
 
