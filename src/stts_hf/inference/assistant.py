@@ -15,9 +15,10 @@ from stts_hf.modeling.settings_stts import take_given
 
 from .clip import AnswerStream, Clip
 from .engine import answer_videos
-from .explain import Explanation, Reading, explain
+from .explain import Explanation, explain
 from .generate import generate_options
 from .inputs import ENDINGS
+from .reading import Reading
 from .requests import Answer
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from PIL import ImageDraw
 
-from stts_hf.inference.explain import NEAR, Explanation, Finding
+from stts_hf.inference.explain import NEAR, Explanation
+from stts_hf.inference.reading import Finding
 from stts_hf.keeping import in_words, rule_arguments
 from stts_hf.wording import percent
 

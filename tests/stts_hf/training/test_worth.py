@@ -9,16 +9,8 @@ import torch
 
 from stts_hf.modeling.scoring_stts import FIRST_LOGIT, block_worth
 from stts_hf.training.answer_loss import AnswerLoss
-from stts_hf.training.worth import (
-    FILES,
-    Masks,
-    MaskStore,
-    draw_ratios,
-    draw_scores,
-    measure,
-    measure_unit,
-    worth_loss,
-)
+from stts_hf.training.masks import FILES, Masks, MaskStore
+from stts_hf.training.worth import draw_ratios, draw_scores, measure, measure_unit, worth_loss
 from tests.backbones import Clip, Picture, Rows
 from tests.modeling.reference import gradients
 from tests.stts_hf.training.runs import Rows as TrainingRows
