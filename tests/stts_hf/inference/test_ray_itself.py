@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,11 @@ def checkpoint(tmp_path_factory, processor) -> Path:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory) -> list[dict[str, Any]]:
-    """Two prompts about each of ten clips, one that is corrupt and one that is not there."""
+    """Two prompts about each of ten clips, one that is corrupt and one that is not there; the last can be held."""
     folder = tmp_path_factory.mktemp("clips")
-    clips = [write_clip(folder / f"{number}.mp4", 5 + 4 * number, fps=20) for number in range(10)]
+    clips = [write_clip(folder / f"{number}.mp4", 5 + 4 * number, fps=20) for number in range(9)]
     (folder / "corrupt.mp4").write_bytes(b"no video\n" * 100)
-    clips += [folder / "corrupt.mp4", folder / "gone.mp4"]
+    clips += [folder / "corrupt.mp4", folder / "gone.mp4", write_clip(folder / "held.mp4", 40, fps=20)]
     return [
         {"id": f"{clip.stem}-{word}", "video": str(clip), "prompt": f"{word}?"}
         for clip in clips
@@ -62,10 +63,13 @@ def address() -> Iterator[str]:
     """A Ray of two CPUs, which this process is connected to."""
     ray = pytest.importorskip("ray")
 
-    def abort_over_deadly_files():
+    def look_at_opened_files():
         def look(event: str, arguments: tuple[Any, ...]) -> None:
             if event == "open" and str(arguments[0]).endswith("/deadly.mp4"):
                 os.abort()
+            if event == "open" and str(arguments[0]).endswith("/held.mp4"):
+                while os.path.exists(f"{arguments[0]}.wait"):
+                    time.sleep(0.05)
 
         sys.addaudithook(look)
 
@@ -77,10 +81,21 @@ def address() -> Iterator[str]:
             object_store_memory=80 * 2**20,
             include_dashboard=False,
             log_to_driver=False,
-            runtime_env={"worker_process_setup_hook": abort_over_deadly_files},
+            runtime_env={"worker_process_setup_hook": look_at_opened_files},
         )
         yield context.address_info["gcs_address"]
         ray.shutdown()
+
+
+@contextmanager
+def held(rows: list[dict[str, Any]]) -> Iterator[None]:
+    """Who opens the last video, waits until the `with` block ends: the job cannot end before."""
+    wait = Path(rows[-1]["video"] + ".wait")
+    wait.touch()
+    try:
+        yield
+    finally:
+        wait.unlink()
 
 
 def by_id(records: Any) -> dict[str, dict[str, Any]]:
@@ -106,9 +121,10 @@ def test_the_answers_are_those_of_a_predictor(address, options, rows, expected):
 
 def test_rows_of_a_process_that_is_killed_are_answered_once_by_another(address, options, rows, expected):
     records = predict_on_ray(rows, options, ONE)
-    first = [next(records) for _ in range(5)]  # in the middle of a block
-    [worker] = workers()
-    os.kill(worker, signal.SIGKILL)
+    with held(rows):
+        first = [next(records) for _ in range(5)]
+        [worker] = workers()
+        os.kill(worker, signal.SIGKILL)
     assert by_id([*first, *records]) == expected
 
 
@@ -136,12 +152,13 @@ def test_a_command_that_is_killed_goes_on(address, checkpoint, rows, expected, t
     def start() -> subprocess.Popen:
         return subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
 
-    killed = start()
-    while not output.exists() or output.read_bytes().count(b"\n") < 5:
-        assert killed.poll() is None, killed.communicate()[1]
-        time.sleep(0.01)
-    killed.kill()
-    killed.communicate()
+    with held(rows):
+        killed = start()
+        while not output.exists() or output.read_bytes().count(b"\n") < 5:
+            assert killed.poll() is None, killed.communicate()[1]
+            time.sleep(0.01)
+        killed.kill()
+        killed.communicate()
     done = output.read_bytes().count(b"\n")
     assert done < len(rows)
     second = start()
