@@ -50,7 +50,6 @@ QUESTIONS_PER_CLIP = 6
 CELLS = 12  # of a frame's side, in motion masks
 FRAMES_LOOKED_AT, MAX_FPS = 16, 4.0  # for motion masks
 
-
 COMPOSERS: dict[str, Callable[..., tuple[Scene, list[Question]]]]
 COMPOSERS = {"short": compose_short, "long": compose_long, "image": compose_image}
 FULL = Look(strength=1.0, photographs=0.3)
@@ -108,10 +107,12 @@ def make_dataset(
             for name, found in masks.items():
                 (new / name).mkdir(exist_ok=True)
                 np.savez_compressed(new / name / f"{split}.npz", **found)
+        # What data sets did not have at first is named where it is used: studies of those go on, by their fingerprint.
+        shown = dataclasses.asdict(look) | {"kinds": list(look.kinds or KINDS[look.style])}
         about = {
             "format": FORMAT,
             "seed": seed,
-            "look": dataclasses.asdict(look) | {"kinds": list(look.kinds or KINDS[look.style])},
+            "look": {name: value for name, value in shown.items() if value or name not in ("films", "sizes")},
             "splits": {split: {"clips": clips[split], "questions": len(rows[split])} for split in clips},
             **levels(rows),
         }
@@ -185,9 +186,8 @@ def _times_looked_at(scene: Scene) -> list[float]:
 
 def _rows(clip: str, media: dict[str, list[str]], questions: list[Question], seed: int) -> list[dict[str, Any]]:
     random = np.random.default_rng((seed, 3))
-    chosen = sorted(random.permutation(len(questions))[:QUESTIONS_PER_CLIP].tolist())
     rows = []
-    for index in chosen:
+    for index in sorted(random.permutation(len(questions))[:QUESTIONS_PER_CLIP].tolist()):
         question = questions[index]
         row: dict[str, Any] = {"id": f"{clip}-{index}", "clip": clip, **media}
         row |= {"type": question.kind, "group": GROUP_OF[question.kind], "things": question.things}

@@ -10,6 +10,7 @@ import pytest
 
 from examples.study.__main__ import main
 from examples.study.backgrounds import draw_film, read_film, read_photograph
+from examples.study.data import fingerprint_dataset
 from examples.study.distraction import KINDS, Look
 from examples.study.make_dataset import FORMAT, compose_split, make_dataset, read_about
 from examples.study.questions import compose_short
@@ -63,6 +64,7 @@ def test_whatever_changes_what_is_drawn_or_asked_raises_the_format(folder):
     asked = [row["messages"][0]["content"] for row in rows_of(folder / "train_conversations.jsonl")[:2]]
     first = ["Where does the white mark flash up?", "What colour is the mark at the top left?"]
     assert (FORMAT, asked) == (3, first)
+    assert fingerprint_dataset(folder) == "ed72e832b1f76b52"  # as of efcdc68, whose studies go on
     for seed, style, expected in ((7, "plain", PLAIN), (7, "other", OTHER)):
         scene, questions = compose_short(seed, look=Look(1.0, KINDS[style], style, photographs=0.5))
         assert questions[0].text == "Which way does the red cross move?"
@@ -79,8 +81,9 @@ def test_of_another_look_the_clips_differ_and_the_questions_do_not(few, tmp_path
     other = tmp_path / "other"
     list(make_dataset(other, FEW, look=look))
     about, before = read_about(other), read_about(few)
-    written = json.loads(json.dumps(asdict(look)))
-    assert about.pop("look") == written | {"kinds": list(look.kinds or KINDS[look.style])}
+    written = json.loads(json.dumps(asdict(look) | {"kinds": look.kinds or KINDS[look.style]}))
+    unused = {name: written.pop(name) for name in ("films", "sizes") if not getattr(look, name)}
+    assert (about.pop("look"), any(unused.values())) == (written, False)
     assert before.pop("look")["kinds"] == list(KINDS["plain"])
     assert about == before
     names = [f"{split}.jsonl" for split in FEW]
