@@ -208,6 +208,9 @@ def processing_options(processor: Processor, processing: Mapping[str, Any] | Non
         advice = did_you_mean(name, known, "Leave it out.")
         raise ValueError(f"processing has {name!r}, which is no option of a question's video. {advice}")
     options: dict[str, Any] = {**(processing or {}), "return_metadata": True}
+    for name in parts & options.keys():
+        if not isinstance(options[name], Mapping | None):
+            raise TypeError(f"processing[{name!r}] must be a dict of options, got {options[name]!r:.80}.")
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
         if rule.ratio == 1 or (rule.ratio is None and None in (rule.threshold, rule.budget)):
             needs = "a pruning_ratio below 1, or a score_threshold and the video_token_budget that frames are to fill"

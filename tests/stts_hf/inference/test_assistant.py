@@ -163,6 +163,12 @@ def test_what_is_no_video_is_one_sentence_and_the_next_answer_works(assistant, b
         (QUESTION, {"num_return_sequences": 2}, ValueError, "num_return_sequences is 2"),
         (QUESTION, {"processing": {"num_frame": 2}}, ValueError, "'num_frame'.* Did you mean 'num_frames'"),
         (QUESTION, {"processing": 4}, TypeError, "processing must be a dict of options.* got 4"),
+        (
+            QUESTION,
+            {"processing": {"images_kwargs": 3}},
+            TypeError,
+            r"processing\['images_kwargs'\] must be a dict.* 3",
+        ),
         (QUESTION, {"max_new_tokens": "3"}, TypeError, "max_new_tokens must be a whole number of tokens, got '3'"),
         (QUESTION, {"processing": {"pruning_ratio": 0.9}}, ValueError, "pruning_ratio=0.9 has no effect"),
     ],
