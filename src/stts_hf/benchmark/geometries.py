@@ -151,14 +151,14 @@ class Layout(NamedTuple):
 def lay_out(config: Any, grid: tuple[int, int]) -> Layout:
     """How a backbone's processor lays out frames of so many rows and columns of blocks."""
     vision, family, (rows, cols) = config.vision_config, OWN[config.model_type], grid
-    settings = family.settings(vision)["video_processor"] | {"do_sample_frames": False}
+    settings = family.settings(config)["video_processor"] | {"do_sample_frames": False}
     if isinstance(config, STTSConfig):
         start, block, end = config.frame_start_token_id, config.image_patch_id, config.frame_end_token_id
         height, width = vision.image_size
     elif isinstance(config, STTSSmolVLMConfig):
         start, block, end = config.image_token_id - 1, config.image_token_id, config.image_token_id - 1
         height = width = vision.image_size
-        settings |= {"image_seq_len": rows * cols, "size": settings["max_image_size"]}
+        settings |= {"size": settings["max_image_size"]}
     else:
         start, block, end = config.vision_start_token_id, config.video_token_id, config.vision_end_token_id
         height, width = (side * vision.spatial_merge_size * vision.patch_size for side in grid)

@@ -185,13 +185,13 @@ def check_vocabulary(vocabulary: Mapping[str, int], config: Any, family: Family)
 
 
 def check_processor(processor: Any, config: Any, family: Family) -> Iterator[Finding]:
-    """Compares the settings of the image and of the video processor with the vision config."""
-    for name, settings in family.settings(config.vision_config).items():
+    """Compares the settings of the image and of the video processor with the config."""
+    for name, settings in family.settings(config).items():
         found = getattr(processor, name).to_dict()
         for key, value in settings.items():
             if found.get(key) != value:
                 yield Finding(
-                    f"`{key}` of the {name} is {found.get(key)}, but the vision config has {value}",
+                    f"`{key}` of the {name} is {found.get(key)}, but the config needs {value}",
                     f"set `{key}` in processor_config.json to {value}",
                 )
 

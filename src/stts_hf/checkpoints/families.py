@@ -27,28 +27,32 @@ from .files import check_folder, check_has_config, read_json, remedy_for, usable
 from .original import SPECIAL_TOKENS
 
 
-def _molmo2_settings(vision: Any) -> dict[str, dict[str, Any]]:
+def _molmo2_settings(config: Any) -> dict[str, dict[str, Any]]:
+    vision = config.vision_config
     height, width = vision.image_size
     shared = {"patch_size": vision.patch_size, "size": {"height": height, "width": width}}
     return {"image_processor": shared, "video_processor": shared | {"pooling_size": vision.pooling_size}}
 
 
-def _qwen_vl_settings(vision: Any) -> dict[str, dict[str, Any]]:
+def _qwen_vl_settings(config: Any) -> dict[str, dict[str, Any]]:
+    vision = config.vision_config
     shared = {"patch_size": vision.patch_size, "temporal_patch_size": vision.temporal_patch_size}
     shared["merge_size"] = vision.spatial_merge_size
     return {"image_processor": shared, "video_processor": shared}
 
 
-def _smolvlm_settings(vision: Any) -> dict[str, dict[str, Any]]:
+def _smolvlm_settings(config: Any) -> dict[str, dict[str, Any]]:
+    vision = config.vision_config
     shared = {"max_image_size": {"longest_edge": vision.image_size}}
-    return {"image_processor": shared, "video_processor": shared}
+    blocks = (vision.image_size // max(vision.patch_size * config.scale_factor, 1)) ** 2
+    return {"image_processor": shared, "video_processor": shared | {"image_seq_len": blocks}}
 
 
 @dataclass(frozen=True)
 class Family:
     """
     processor, image_processor, video_processor: classes. special_tokens: the config's fields for them, and their texts.
-    settings: what a vision config wants the image and the video processor to have. video_reader: the package by which
+    settings: what a config wants the image and the video processor to have. video_reader: the package by which
     the processor reads video files, as one who installs it needs to know it.
     """
 

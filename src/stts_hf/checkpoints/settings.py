@@ -96,7 +96,7 @@ def generation_config_of(
 
 
 def _set_frames(processor: Any, family: Family, config: Any, video: Mapping[str, Any]) -> None:
-    needed, ratio = family.settings(config.vision_config), config.vision_config.pruning_ratio
+    needed, ratio = family.settings(config), config.vision_config.pruning_ratio
     max_fps = video.get("max_fps")
     if isinstance(max_fps, list):  # one is drawn at random for each video in training
         max_fps = max(max_fps, default=None)

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from stts_hf import load
 from stts_hf.checkpoints.files import fingerprint
 from stts_hf.checkpoints.loading import load_config_and_processor, load_model
-from tests.checkpoints import TINIES, TINY, weights_of
+from tests.checkpoints import ALL_TINIES, TINIES, TINY, needs_num2words, weights_of
 from tests.conftest import REPOSITORY
 
 MODELING = REPOSITORY / "src" / "stts_hf" / "modeling"
@@ -54,7 +54,7 @@ def test_a_pickle_is_not_opened(tmp_path):
 
 
 # Of a backbone: a file, the keys of what is broken there, what it becomes, and what the error names.
-BROKEN: list[tuple[str, str, list[str], Any, str]] = [
+BROKEN: list[Any] = [
     ("qwen3_vl", "processor_config", ["video_processor", "fps"], "x", "fps must be .*'x'"),
     ("qwen3_vl", "processor_config", ["video_processor", "max_frames"], "x", "max_frames must be .*'x'"),
     ("molmo2", "processor_config", ["video_processor", "max_fps"], "x", "max_fps.*'x'"),
@@ -67,12 +67,22 @@ BROKEN: list[tuple[str, str, list[str], Any, str]] = [
         "`merge_size` of the image_processor is 3",
     ),
     ("qwen3_vl", "tokenizer", ["added_tokens"], [], "the tokenizer lacks <|image_pad|>"),
+    pytest.param(
+        "smolvlm",
+        *(
+            "processor_config",
+            ["image_seq_len"],
+            9,
+            "`image_seq_len` of the video_processor is 9, but the config needs 16",
+        ),
+        marks=needs_num2words,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("backbone", "name", "keys", "value", "named"), BROKEN)
 def test_a_processor_that_could_read_no_video_of_the_model_is_refused(backbone, name, keys, value, named, tmp_path):
-    folder = shutil.copytree(TINIES[backbone], tmp_path / "checkpoint")
+    folder = shutil.copytree(ALL_TINIES[backbone], tmp_path / "checkpoint")
     settings = json.loads((folder / f"{name}.json").read_text())
     place = settings[keys[0]] if keys[1:] else settings
     place[keys[-1]] = value
