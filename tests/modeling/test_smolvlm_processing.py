@@ -1,5 +1,6 @@
 """SmolVLM2's processor: native prompts and pixels, with videos of unequal length apart from images."""
 
+import copy
 import re
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from transformers.video_utils import VideoMetadata, load_video
 
 from stts_hf import STTSSmolVLMForConditionalGeneration, register_auto_classes
 from stts_hf.checkpoints.doctor import examine
+from stts_hf.checkpoints.loading import load_config_and_processor
 from stts_hf.cli.main import main
 from stts_hf.inference.generate import join_prompts
 from stts_hf.video.processors import process
@@ -101,14 +103,23 @@ def test_a_square_file_of_the_wanted_size_is_resized_as_natively(ours, native, t
 
 
 @pytest.mark.slow
-def test_a_stock_folder_is_converted(tmp_path: Path):
+def test_a_stock_folder_is_converted(ours, native, tmp_path: Path):
+    """Its native processor too, whose class leaves frames to its callers: files are sampled all the same."""
     stock = write_qwen(tmp_path / "stock", "smolvlm")
+    processor = copy.deepcopy(native)
+    processor.chat_template, processor.video_processor.do_sample_frames = ours.chat_template, False
+    processor.save_pretrained(stock)
     expected = AutoModelForImageTextToText.from_pretrained(stock).state_dict()
     assert main(["convert", str(stock), str(tmp_path / "ours"), "--selector", "cosine"]) == 0
     assert not [finding for found in examine(tmp_path / "ours").values() for finding in found]
     weights = STTSSmolVLMForConditionalGeneration.from_pretrained(tmp_path / "ours").state_dict()
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     assert len(weights) == len(expected) + 14
+    call: dict[str, Any] = {"text": ["<video>"], "videos": [write_clip(tmp_path / "clip.mp4", 20, fps=20)]}
+    converted = load_config_and_processor(str(tmp_path / "ours"))[1]
+    assert torch.equal(
+        *(process(some, **call, return_tensors="pt")["pixel_values_videos"] for some in (converted, ours))
+    )
 
 
 def test_it_is_saved_with_its_settings(ours, tmp_path: Path):
