@@ -22,6 +22,18 @@ from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 ONE = Slots(models=1, cpus=1, gpus=0)
+WATCHES_OPENED_FILES = """
+import os, sys, time
+
+def look(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("/deadly.mp4"):
+        os.abort()
+    if event == "open" and str(arguments[0]).endswith("/held.mp4"):
+        while os.path.exists(f"{arguments[0]}.wait"):
+            time.sleep(0.05)
+
+sys.addaudithook(look)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -59,29 +71,17 @@ def expected(options, rows) -> dict[str, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def address(tmp_path_factory) -> Iterator[str]:
     """A Ray of two CPUs, which this process is connected to."""
     ray = pytest.importorskip("ray")
 
-    def look_at_opened_files():
-        def look(event: str, arguments: tuple[Any, ...]) -> None:
-            if event == "open" and str(arguments[0]).endswith("/deadly.mp4"):
-                os.abort()
-            if event == "open" and str(arguments[0]).endswith("/held.mp4"):
-                while os.path.exists(f"{arguments[0]}.wait"):
-                    time.sleep(0.05)
-
-        sys.addaudithook(look)
-
+    folder = tmp_path_factory.mktemp("site")
+    (folder / "sitecustomize.py").write_text(WATCHES_OPENED_FILES)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)]))
+        # Python imports `sitecustomize` as it starts: so does every worker, of this process' job and of a command's.
+        patch.setenv("PYTHONPATH", os.pathsep.join(map(str, [folder, REPOSITORY / "src", REPOSITORY])))
         context = ray.init(
-            "local",
-            num_cpus=2,
-            object_store_memory=80 * 2**20,
-            include_dashboard=False,
-            log_to_driver=False,
-            runtime_env={"worker_process_setup_hook": look_at_opened_files},
+            "local", num_cpus=2, object_store_memory=80 * 2**20, include_dashboard=False, log_to_driver=False
         )
         yield context.address_info["gcs_address"]
         ray.shutdown()
