@@ -60,10 +60,11 @@ def usable_selectors(model: nn.Module) -> list[str]:
 
 
 def with_selector(model: Any, selector: str) -> Any:
-    """The model with the same weights and its own configuration, so that both can be used at once."""
+    """The model with the same weights and its own configuration, without another selector's threshold."""
     shared = {id(tensor): tensor for tensor in itertools.chain(model.parameters(), model.buffers())}
     other = copy.deepcopy(model, shared)
-    other.config.vision_config.selector = selector
+    if selector != other.config.vision_config.selector:
+        other.config.vision_config.update({"selector": selector, "score_threshold": None})
     return other
 
 

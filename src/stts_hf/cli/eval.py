@@ -41,7 +41,7 @@ def execute(arguments: argparse.Namespace) -> int:
     from stts_hf.keeping import in_words
 
     with refused():
-        rows: list[dict[str, Any]] = list(load_rows(arguments.rows))
+        rows: list[dict[str, Any]] = [row | {"id": str(row["id"])} for row in load_rows(arguments.rows)]
     with refused(f"{arguments.rows}: "):
         check_ids(rows)
     if arguments.without_options:

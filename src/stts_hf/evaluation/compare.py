@@ -45,8 +45,8 @@ def asked(path: Path) -> dict[str, Any]:
 
 def clip_of(row: Mapping[str, Any]) -> str:
     """The videos and images of a row, which other questions may share; a row without any stands alone."""
-    media = [row.get("videos") or [], row.get("images") or []]
-    return json.dumps(media, default=repr) if any(media) else row["id"]
+    media = [row.get(f"{kind}s") or [row.get(kind)] for kind in ("video", "image")]
+    return json.dumps(media, default=repr) if any(map(any, media)) else row["id"]
 
 
 def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.ndarray | None = None) -> str:
@@ -58,7 +58,7 @@ def compare(rows: Sequence[Mapping[str, Any]], answers: np.ndarray, against: np.
     """
     bootstrap = Bootstrap([clip_of(row) for row in rows])
     groups = np.array([str(row.get("group") or "") for row in rows])
-    videos = np.array([bool(row.get("videos")) for row in rows])
+    videos = np.array([bool(row.get("videos") or row.get("video")) for row in rows])
     named = [name for name in dict.fromkeys(groups.tolist()) if name]
     about_videos = [groups == name for name in named if videos[groups == name].any()]
     subsets = {name: [groups == name] for name in named}
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--against names {len(given.against)} files; name one, or {len(given.answers)} as --answers")
     try:
         rows = list(load_rows(given.rows))
-        ids = [row["id"] for row in rows]
+        ids = [str(row["id"]) for row in rows]
         questions = [it for it in map(asked, [*given.answers, *(given.against or [])]) if it]
         if any(it != questions[0] for it in questions):
             raise ValueError("the answers are to other questions, as the files' summaries say: ask them alike")

@@ -2,6 +2,7 @@
 
 import re
 import string
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,12 +11,11 @@ from stts_hf.data.prompts import find_option
 COUNTS = ("prompt_tokens", "video_tokens", "video_tokens_kept")
 # What may stand in front of a letter or an option: "Answer: B", "The correct option is (B)".
 _LEAD = re.compile(r"^(?:the\s+)?(?:(?:correct|right|best|final)\s+)?(?:answer|option|choice)(?:\s+is)?\s*:?\s*", re.I)
-_LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,]?\s*|[.):,]\s.*|\n.*)", re.DOTALL)
+_LETTER = re.compile(r"\(?([A-Za-z])\)?(?:[.):,\u3001\u3002]?\s*|[.):,]\s.*|\n.*)", re.DOTALL)
 # Letters and nothing else: "A, B", "(A) or (B)".
 _LETTERS = re.compile(r"\W*[a-z](?:(?:\W|\band\b|\bor\b)+[a-z])*\W*", re.I)
 _AROUND = " \t\r\n*`\"'"  # also of Markdown
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans(string.punctuation, " " * len(string.punctuation))
 
 
 def is_right(written: str, row: Mapping[str, Any]) -> bool:
@@ -54,8 +54,9 @@ def _names_several(words: str, option: str) -> bool:
 
 
 def normalize(text: str) -> str:
-    """Lower case, without punctuation, articles and needless space; a text of nothing else as it is."""
-    words = _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
+    """Lower case, without punctuation, symbols, articles and needless space; a text of nothing else as it is."""
+    plain = "".join(" " if unicodedata.category(sign)[0] in "PS" else sign for sign in text.lower())
+    words = _ARTICLES.sub(" ", plain).split()
     return " ".join(words) if words else " ".join(text.lower().split())
 
 

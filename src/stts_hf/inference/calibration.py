@@ -4,6 +4,7 @@ import base64
 import contextlib
 import dataclasses
 import os
+import zlib
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ import numpy as np
 from stts_hf.data.encoding import Processor
 from stts_hf.keeping import KeepRule
 
+from .inputs import StoredVideo
 from .predictor import Row, answer_rows, describe_error, read_asked, video_name
 
 # Columns of a record with their types; where there is an error, None is allowed too.
@@ -20,9 +22,12 @@ COLUMNS |= {"duration": float | None, "error": str | None}
 
 
 def mark_of(row: Row) -> str:
-    """What tells a row's video from another one in its place: size and time of change, "" of one that is no file."""
+    """What tells a row's video from another one in its place: size and time of change, or content; "" of a URL."""
     with contextlib.suppress(OSError, TypeError, ValueError):
-        found = os.stat(os.path.join(row.get("media_root") or "", row["video"]))
+        video = row["video"].load() if isinstance(row["video"], StoredVideo) else row["video"]
+        if isinstance(video, bytes):
+            return f"{len(video)} {zlib.crc32(video)}"
+        found = os.stat(os.path.join(row.get("media_root") or "", video))
         return f"{found.st_size} {found.st_mtime_ns}"
     return ""
 

@@ -153,20 +153,24 @@ def answer_requests(
     if decode_timeout is not None:
         check_amount("decode_timeout", decode_timeout)
     check_one_answer(generate_options)
-    options = processing_options(processor, processing, rule)
+    processing_options(processor, processing, rule)  # raises for what no request could have
     requests = (one if one.rule is not None else dataclasses.replace(one, rule=rule) for one in requests)
     share = share and num_beams(model, generate_options) == 1
     batches = make_batches(requests, batch_size) if share else in_turn(requests, batch_size)
-    answer = functools.partial(_answer_batch, model, processor, options, batch_size=batch_size, **generate_options)
+    answer = functools.partial(_answer_batch, model, processor, processing, batch_size=batch_size, **generate_options)
     answer = functools.partial(_score_batch, model, processor) if scores_only else answer
     decode = functools.partial(
         _decode_ahead,
-        functools.partial(prepare, processor, options),
+        functools.partial(_prepare, processor, processing),
         num_workers=num_workers,
         ahead=max(2, batch_size, num_workers),
         timeout=decode_timeout,
     )
     return _answer_batches(batches, decode, answer)
+
+
+def _prepare(processor: Processor, processing: Mapping[str, Any] | None, request: Request) -> Prepared:
+    return prepare(processor, processing_options(processor, processing, request.rule), request)
 
 
 def make_batches(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
@@ -260,7 +264,7 @@ def _score_batch(model: Any, processor: Processor, rows: Sequence[tuple[Request,
 def _answer_batch(
     model: Any,
     processor: Processor,
-    processing: Mapping[str, Any],
+    processing: Mapping[str, Any] | None,
     rows: Sequence[tuple[Request, Prepared]],
     *,
     batch_size: int,
@@ -269,7 +273,8 @@ def _answer_batch(
     """Answers prepared requests of one rule; heads that were prepared alone are read once for all their tails."""
     started = time.perf_counter()
     places = {prepared: number for number, prepared in enumerate(dict.fromkeys(prepared for _, prepared in rows))}
-    heads = [fill_budget(model, processor, processing, prepared) for prepared in places]
+    given = processing_options(processor, processing, rows[0][0].rule)
+    heads = [fill_budget(model, processor, given, prepared) for prepared in places]
     keep = Prepared.arguments(heads)
     if heads[0].request.tail:
         return answer_prepared(model, processor, heads, started=started, **keep, **options)

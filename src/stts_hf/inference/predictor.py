@@ -9,7 +9,7 @@ from typing import Any
 from stts_hf.checkpoints.loading import choose_device, load_config_and_processor, load_model
 from stts_hf.data.encoding import Processor, check_videos, place_subtitles
 from stts_hf.data.rows import PLACE, RowError, check_files, read_row, row_errors, row_id
-from stts_hf.keeping import own_rule, rule_arguments, take_rule
+from stts_hf.keeping import own_rule, rule_arguments, set_rule, take_rule
 
 from .engine import answer_requests
 from .inputs import STAND_INS, StoredVideo
@@ -57,6 +57,7 @@ class Predictor:
     ):
         self.config, self.processor = load_config_and_processor(checkpoint, revision=revision, selector=selector)
         self.rule = take_rule(self.config, options)
+        set_rule(self.config.vision_config, rule_arguments(self.rule))
         self._place = (checkpoint, self.config, choose_device(device))
         self._weights: dict[str, Any] = {"revision": revision, "dtype": dtype}
         self.options = {"max_new_tokens": max_new_tokens, **rule_arguments(self.rule), **options}
@@ -74,7 +75,7 @@ class Predictor:
                 and `prompt`; a row may have its own `pruning_ratio`, `score_threshold` and the like.
 
         Yields:
-            A dict for each row, as soon as it is answered, rows that cannot be read first: `id`, `video`, `prompt`,
+            A dict for each row, as soon as it is answered, missing and empty files first: `id`, `video`, `prompt`,
             `answer` (None if there is an error), `video_tokens_kept`, `video_tokens`, `prompt_tokens`, `new_tokens`,
             `frames`, `damaged_frames`, `seconds` in the model (the batch's, divided by its rows), and `error`.
         """

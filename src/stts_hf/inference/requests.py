@@ -197,7 +197,9 @@ def check_question(processor: Processor, question: Any) -> None:
         raise ValueError(f"question holds {found!r}, a control token of the model. Take it out of the text.")
 
 
-def processing_options(processor: Processor, processing: Mapping[str, Any] | None, rule: KeepRule) -> dict[str, Any]:
+def processing_options(
+    processor: Processor, processing: Mapping[str, Any] | None, rule: KeepRule | None
+) -> dict[str, Any]:
     """Options of the processor's call. Raises for what would be ignored, or does not fit the rule of the call."""
     if not isinstance(processing, Mapping | None):
         raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
@@ -212,7 +214,7 @@ def processing_options(processor: Processor, processing: Mapping[str, Any] | Non
         if not isinstance(options[name], Mapping | None):
             raise TypeError(f"processing[{name!r}] must be a dict of options, got {options[name]!r:.80}.")
     if options.get("test_time_scaling", getattr(processor.video_processor, "test_time_scaling", False)):
-        if rule.ratio == 1 or (rule.ratio is None and None in (rule.threshold, rule.budget)):
+        if rule is None or rule.ratio == 1 or (rule.ratio is None and None in (rule.threshold, rule.budget)):
             needs = "a pruning_ratio below 1, or a score_threshold and the video_token_budget that frames are to fill"
             raise ValueError(f"test_time_scaling=True needs {needs}.")
         options = {"pruning_ratio": rule.ratio or 0.0, **options}

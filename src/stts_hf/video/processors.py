@@ -200,7 +200,10 @@ class NativeReader:
             return list(range(int(metadata.total_num_frames)))
         names = [name for name in self.settings.valid_kwargs.__annotations__ if name != "video_metadata"]
         call = {name: getattr(self.settings, name, None) for name in names}
-        return np.asarray(self.settings.sample_frames(metadata=metadata, **call)).tolist()
+        try:
+            return np.asarray(self.settings.sample_frames(metadata=metadata, **call)).tolist()
+        except ZeroDivisionError:
+            raise ValueError("num_frames or fps allow less than the 2 frames of a tubelet. Raise them.") from None
 
     def _set_rate(self, metadata: STTSVideoMetadata) -> None:
         if metadata.fps is None:

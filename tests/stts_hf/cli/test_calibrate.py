@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -105,6 +106,19 @@ def test_it_goes_on_where_it_was_stopped_and_scores_what_has_changed(run, here, 
     status, _, err = run("--keep", "0.6", "--num-frames", "4")
     assert status == 2
     assert "--scores calibration.jsonl holds answers of other settings: processing was" in err
+
+
+def test_videos_of_a_data_set_are_told_by_their_content(run):
+    for name, numbers in (("one", (0, 1)), ("other", (0, 2))):
+        videos = [{"bytes": Path(f"clips/{number}.mp4").read_bytes(), "path": None} for number in numbers]
+        features = datasets.Features({"id": datasets.Value("string"), "video": datasets.Video(decode=False)})
+        datasets.Dataset.from_dict({"id": ["a", "b"], "video": videos}, features).to_parquet(f"{name}.parquet")
+    first = threshold_of(run("--keep", "0.4", videos="one.parquet")[1])
+    status, out, err = run("--keep", "0.4", videos="other.parquet")
+    assert status == 0
+    assert "1 of 2 rows are answered" in err
+    assert threshold_of(out) != first
+    assert threshold_of(run("--keep", "0.4", "--scores", "new.jsonl", videos="other.parquet")[1]) == threshold_of(out)
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
 from stts_hf.cli.main import main
+from stts_hf.evaluation import compare
 from tests.checkpoints import ALL_TINIES, ANSWER, OTHERS, QWENS
 from tests.clips import write_clip
 from tests.training_files import write_rows
@@ -71,6 +73,15 @@ def test_it_scores_by_type_and_writes_a_line_for_each_question(run, tmp_path):
     assert table["all"][:3] == ["4", "1", "25.0%"]
     assert summary(tmp_path)["finished"]
     assert summary(tmp_path)["types"]["what"]["accuracy"] == 0.5
+
+
+def test_ids_may_be_numbers(run, tmp_path):
+    rows = [{"id": 1, "question": "Who?", "answer": ANSWER}, {"id": 2, "question": "Who?", "answer": "nobody"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    status, _, _, lines = run(rows=tmp_path / "rows.parquet")
+    assert (status, {line["id"]: line["right"] for line in lines}) == (0, {"1": True, "2": False})
+    compare.main([str(tmp_path / "rows.parquet"), "--answers", str(tmp_path / "answers.jsonl")])
+    assert "2 of 2 rows are answered" in run(rows=tmp_path / "rows.parquet")[2]
 
 
 def test_without_options_questions_are_open(run, tmp_path):

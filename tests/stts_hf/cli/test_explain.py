@@ -35,6 +35,15 @@ def test_it_names_the_moment_and_its_first_command_gives_the_expected_answer(exp
     assert (status, "answer:       H\n" in answered) == (0, True)
 
 
+def test_with_test_time_scaling_no_other_ratio_is_advised(explain):
+    """It would show other frames than those on which the answer turned."""
+    status, out, _ = explain("clip.mp4", *LOST, "--num-frames", "2", "--test-time-scaling")
+    assert status == 0
+    lines = [shlex.split(line) for line in out.splitlines() if line.strip().startswith("stts-hf run")]
+    assert lines
+    assert {words[words.index("--pruning-ratio") + 1] for words in lines} == {"0.9"}
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -4,6 +4,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,17 @@ def test_videos_that_lie_in_a_data_set(run):
     assert run("rows.parquet", "--output", "out.jsonl")[0] == 1
     assert (lines()["a"]["answer"], lines()["a"]["frames"], lines()["a"]["video"]) == (ANSWER, 2, None)
     assert lines()["b"]["error"].startswith("Cannot read the video's bytes as a video")
+
+
+@pytest.mark.slow
+def test_whoever_reads_the_answers_may_stop(here, checkpoint):
+    words = words_of("rows.jsonl", checkpoint=checkpoint)
+    with subprocess.Popen([sys.executable, "-m", "stts_hf.cli.main", *words], stdout=-1, stderr=-1) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.returncode, b"Traceback" in said or b"BrokenPipe" in said) == (141, False), said
 
 
 def test_run_of_several_videos_is_predict_without_output(here, checkpoint, capsys, monkeypatch):

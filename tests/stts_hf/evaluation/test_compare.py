@@ -49,9 +49,24 @@ def test_means_and_differences(tmp_path, capsys):
     assert found["image"][1:] == ["100.0 [100.0, 100.0]", "100.0 [100.0, 100.0]", "+0.0 [+0.0, +0.0]"]
 
 
+def test_rows_with_one_video_in_a_column_of_that_name(tmp_path, capsys):
+    single = [{("video" if name == "videos" else name): value for name, value in row.items()} for row in ROWS]
+    for row in single:
+        row |= {"video": row["video"][0]} if "video" in row else {}
+    tables = []
+    for name, rows in (("one", single), ("several", ROWS)):
+        (tmp_path / name).mkdir()
+        path = write_rows(tmp_path / name, rows, "rows.jsonl")
+        main([str(path), "--answers", str(answers(tmp_path / name, "1.jsonl", "110110"))])
+        tables.append(capsys.readouterr().out)
+    assert tables[0] == tables[1]
+
+
 def test_what_questions_share():
     assert clip_of(ROWS[0]) == clip_of(ROWS[1]) != clip_of(ROWS[2])
-    assert clip_of({"id": "x", "videos": None}) == "x"
+    assert clip_of({"id": "x", "video": "1.mp4"}) == clip_of(ROWS[0])
+    assert clip_of({"id": "x", "image": "1.png"}) == clip_of(ROWS[4])
+    assert clip_of({"id": "x", "videos": None, "video": None}) == "x"
     assert clip_of({"id": "x", "videos": [{"bytes": b"1", "path": None}]}) != clip_of({"id": "x", "videos": ["1"]})
 
 

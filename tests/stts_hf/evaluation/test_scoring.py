@@ -32,6 +32,7 @@ OPTIONS = ["left", "up", "the right", "a red ball"]
         ("(A), (C)", None),
         ("The answer is A, B and C.", None),
         ("B. B", 1),
+        ("B\u3002", 1),
         ("A. a ball", 0),
     ],
 )
@@ -61,7 +62,16 @@ def test_answer_of_a_row_is_text_letter_or_number(answer):
 
 @pytest.mark.parametrize(
     ("written", "right"),
-    [("Red", True), ("red.", True), ("The red", True), ("red ball", False), ("", False), ("RED!", True)],
+    [
+        ("Red", True),
+        ("red.", True),
+        ("The red", True),
+        ("red ball", False),
+        ("", False),
+        ("RED!", True),
+        ("\u201cred\u201d", True),
+        ("red\u3002", True),
+    ],
 )
 def test_open_answers_are_the_same_words(written, right):
     assert is_right(written, {"answer": "red"}) == right

@@ -1,6 +1,9 @@
 """Thresholds and budgets in the engine, clips and assistants, on videos that keep different numbers of blocks."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import torch
 import stts_hf
 from examples.clips.files import write_video
 from stts_hf.inference.engine import answer_requests
+from stts_hf.inference.predictor import Predictor
 from stts_hf.inference.requests import ask_about, make_request
 from stts_hf.model_parts import SCORER, module_of
 from tests.checkpoints import TINIES, TINY
@@ -116,10 +120,40 @@ def test_scaling_adds_frames_until_the_budget_is_full_or_the_video_has_no_more(a
     assert still.video_tokens_kept < 100
     with assistant.watch(clips[2], video_token_budget=100, **given) as clip:
         assert clip.seen.num_frames == busy.num_frames
+    explained = assistant.explain(clips[2], QUESTION, video_token_budget=100, max_new_tokens=3, **given).asked.answer
+    assert (explained.num_frames, explained.video_tokens_kept) == (busy.num_frames, 100)
     for budget in ({}, {"video_token_budget": 100}):
         rest = {"processing": given["processing"], **budget} | ({} if budget else {"score_threshold": level})
         with pytest.raises(ValueError, match="needs a pruning_ratio below 1, or a score_threshold"):
             assistant.answer(clips[0], QUESTION, **rest)
+
+
+def test_scaling_follows_the_ratio_of_each_request(assistant, clips):
+    rules = [assistant.model.config.keep_rule({"pruning_ratio": ratio}) for ratio in (0.75, 0.0, 1.0)]
+    asked = [replace(ask_about(assistant.processor, clips[2], QUESTION), rule=rule) for rule in (*rules, None)]
+    options: dict[str, Any] = {"pruning_ratio": 0.5, "processing": {"num_frames": 2, "test_time_scaling": True}}
+    found = dict(answer_requests(assistant.model, assistant.processor, asked, **options, **GREEDY))
+    assert [found[number].num_frames for number in (0, 1, 3)] == [8, 2, 4]
+    assert len({found[number].video_tokens_kept for number in (0, 1, 3)}) == 1
+    assert "needs a pruning_ratio below 1" in str(found[2].error)
+
+
+def test_a_ratio_takes_the_place_of_the_checkpoints_threshold_for_selectors_without_a_level(clips, tmp_path):
+    folder = Path(shutil.copytree(TINY, tmp_path / "calibrated"))
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"]["score_threshold"] = 0.13
+    (folder / "config.json").write_text(json.dumps(config))
+    predictor = Predictor(str(folder), selector="random", pruning_ratio=0.5, max_new_tokens=3, device="cpu")
+    (found,) = predictor.predict([{"video": clips[2], "prompt": QUESTION}])
+    assert 2 * found["video_tokens_kept"] == found["video_tokens"]
+    calibrated = stts_hf.load(folder, device="cpu")
+    for keep in ({}, {"pruning_ratio": 0.5}):
+        explained = calibrated.explain(clips[1], QUESTION, max_new_tokens=3, **keep)
+        assert {one.answer.video_tokens_kept for one in explained.by_selector.values()} == {
+            explained.asked.answer.video_tokens_kept
+        }
+        assert "random" in explained.by_selector
+    assert calibrated.model.config.vision_config.score_threshold == 0.13
 
 
 def test_what_has_no_level_is_refused_before_a_video_is_read(assistant, monkeypatch):
