@@ -7,7 +7,7 @@ import math
 import os
 import resource
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -80,11 +80,6 @@ def attention_flops(operator: Any) -> Callable[..., int]:
     return count
 
 
-def grouped_flops(rows: Sequence[int], matrices: Sequence[int], *_: Any, **options: Any) -> int:
-    """FLOPs of products of experts, forward or backward: each row, or column, meets one expert."""
-    return 2 * math.prod(rows) * matrices[-1]
-
-
 # torch 2.14 has no formula for the CPU's kernel and for experts, and no version leaves out the pairs that causal
 # kernels skip.
 FORMULAS = {
@@ -92,7 +87,9 @@ FORMULAS = {
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward")
     for operator in (getattr(torch.ops.aten, name),)
-} | {torch.ops.aten._grouped_mm: grouped_flops}  # noqa: SLF001
+}
+# Forward or backward: each row, or column, meets one expert.
+FORMULAS[torch.ops.aten._grouped_mm] = lambda rows, matrices, *_, **options: 2 * math.prod(rows) * matrices[-1]  # noqa: SLF001
 
 
 class Untracked(contextlib.nullcontext[None]):

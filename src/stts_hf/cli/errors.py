@@ -24,6 +24,8 @@ def shortage(error: BaseException, less_memory: str | None) -> str | None:
     what = one_line(error, 200)
     if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
         return f"a path cannot be used ({what}): name another"
+    if isinstance(error, BrokenPipeError):
+        return "what reads the output has ended: write to a file, where the command has --output"
     if is_out_of_memory(error):
         remedy = f"try {less_memory}" if less_memory else "give the same command again where more is free"
         return f"out of memory ({what}): {remedy}"

@@ -1,6 +1,7 @@
 """Entry point of `stts-hf`."""
 
 import argparse
+import contextlib
 import importlib
 import os
 import sys
@@ -43,6 +44,10 @@ LESS_MEMORY = {
 class Parser(argparse.ArgumentParser):
     """Says what a misspelt command, option or value may have meant."""
 
+    def _get_formatter(self) -> argparse.HelpFormatter:
+        # Else argparse asks `shutil`, whose import takes as long as all of our options.
+        return argparse.HelpFormatter(self.prog, width=columns() - 2)
+
     def parse_args(self, *arguments: Any) -> argparse.Namespace:  # type: ignore[override]  # one signature of two
         found, unknown = self.parse_known_args(*arguments)
         if unknown:
@@ -59,6 +64,13 @@ class Parser(argparse.ArgumentParser):
         except argparse.ArgumentError as error:
             advice = did_you_mean(str(value), map(str, action.choices or ()))
             raise argparse.ArgumentError(action, error.message + (advice and f". {advice}")) from None
+
+
+def columns() -> int:
+    """As `shutil.get_terminal_size().columns`."""
+    with contextlib.suppress(ValueError, OSError):
+        return int(os.environ.get("COLUMNS") or os.get_terminal_size().columns) or 80
+    return 80
 
 
 def build_parser(*names: str, with_arguments: bool = True) -> argparse.ArgumentParser:
@@ -79,8 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     Runs one command and returns its exit status: 0 for success; 1 if `doctor` found problems, `predict`, `eval` or
     `calibrate` could not read some rows, or `bench` could measure nothing; 2 for a user error or a lack of disk space,
-    permissions or memory (one line on stderr); 130 if interrupted; 141 if nobody reads stdout any more; 143 if SIGTERM
-    ended `train`, which has then saved. Any other exception is a bug and keeps its traceback.
+    permissions or memory (one line on stderr); 130 if interrupted; 143 if SIGTERM ended `train`, which has then saved.
+    Any other exception is a bug and keeps its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     known = [word for word in words[:1] if word in COMMANDS]
@@ -93,13 +105,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         with refused("", ImportError):
             check_versions()
         return importlib.import_module(f"stts_hf.cli.{arguments.command}").execute(arguments) or 0
-    except BrokenPipeError as error:
-        try:
-            os.write(sys.stdout.fileno(), b"\n")
-        except BrokenPipeError:  # nobody reads it any more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
-        raise error
     except KeyboardInterrupt:
         print(f"stts-hf {arguments.command}: interrupted", file=sys.stderr)
         return 130

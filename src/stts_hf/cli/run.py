@@ -64,7 +64,7 @@ def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", 
     from dataclasses import replace
 
     from stts_hf.inference.generate import fill_budget
-    from stts_hf.inference.requests import ask_about, prepare, processing_options
+    from stts_hf.inference.requests import ask_about, prepare
     from stts_hf.video.sources import download, download_limits
 
     processor = predictor.processor
@@ -74,11 +74,10 @@ def open_video(arguments: argparse.Namespace, video: str) -> tuple["Predictor", 
             with stage(f"Downloading {video}"):
                 request = replace(request, videos=(download(video, *download_limits(processor)),))
         with stage(f"Decoding {video}"):
-            options = processing_options(processor, processing(arguments), predictor.rule)
-            prepared = prepare(processor, options, request)
+            prepared = prepare(processor, processing(arguments), request)
     load_weights(arguments, predictor)
     with refused("", ValueError, OSError):
-        return predictor, fill_budget(predictor.model, processor, options, prepared)
+        return predictor, fill_budget(predictor.model, processor, processing(arguments), prepared)
 
 
 def generate(arguments: argparse.Namespace, predictor: "Predictor", prepared: "Prepared", how: str) -> "Answer":

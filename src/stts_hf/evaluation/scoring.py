@@ -2,9 +2,9 @@
 
 import re
 import string
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unicodedata import category
 
 from stts_hf.data.prompts import find_option
 
@@ -55,8 +55,7 @@ def _names_several(words: str, option: str) -> bool:
 
 def normalize(text: str) -> str:
     """Lower case, without punctuation, symbols, articles and needless space; a text of nothing else as it is."""
-    plain = "".join(" " if unicodedata.category(sign)[0] in "PS" else sign for sign in text.lower())
-    words = _ARTICLES.sub(" ", plain).split()
+    words = _ARTICLES.sub(" ", "".join(" " if category(one)[0] in "PS" else one for one in text.lower())).split()
     return " ".join(words) if words else " ".join(text.lower().split())
 
 

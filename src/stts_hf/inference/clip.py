@@ -19,7 +19,7 @@ from stts_hf.modeling.settings_stts import check_vision_config
 from stts_hf.modeling.video_processing_stts import check_count
 
 from .generate import ReadHeads, answer_tails, fill_budget, generate_options, num_beams, read_heads
-from .requests import Answer, Prepared, ask_about, prepare, processing_options
+from .requests import Answer, Prepared, ask_about, prepare
 
 
 class AnswerStream:
@@ -133,10 +133,9 @@ class Clip:
         self._lock, self._in_use = threading.RLock(), False
         request = dataclasses.replace(ask_about(processor, video, "?"), tail="", rule=self.rule)
         self._head = request.head
-        options = processing_options(processor, processing, self.rule)
-        prepared = prepare(processor, options, request)
+        prepared = prepare(processor, processing, request)
         started = time.perf_counter()
-        prepared = fill_budget(model, processor, options, prepared)
+        prepared = fill_budget(model, processor, processing, prepared)
         heads = read_heads(model, processor, [prepared], **Prepared.arguments([prepared]))
         if any(heads.cache.is_sliding):
             raise ValueError(

@@ -161,16 +161,12 @@ def answer_requests(
     answer = functools.partial(_score_batch, model, processor) if scores_only else answer
     decode = functools.partial(
         _decode_ahead,
-        functools.partial(_prepare, processor, processing),
+        functools.partial(prepare, processor, processing),
         num_workers=num_workers,
         ahead=max(2, batch_size, num_workers),
         timeout=decode_timeout,
     )
     return _answer_batches(batches, decode, answer)
-
-
-def _prepare(processor: Processor, processing: Mapping[str, Any] | None, request: Request) -> Prepared:
-    return prepare(processor, processing_options(processor, processing, request.rule), request)
 
 
 def make_batches(requests: Iterable[Request], batch_size: int) -> Iterator[Batch]:
@@ -273,8 +269,7 @@ def _answer_batch(
     """Answers prepared requests of one rule; heads that were prepared alone are read once for all their tails."""
     started = time.perf_counter()
     places = {prepared: number for number, prepared in enumerate(dict.fromkeys(prepared for _, prepared in rows))}
-    given = processing_options(processor, processing, rows[0][0].rule)
-    heads = [fill_budget(model, processor, given, prepared) for prepared in places]
+    heads = [fill_budget(model, processor, processing, prepared) for prepared in places]
     keep = Prepared.arguments(heads)
     if heads[0].request.tail:
         return answer_prepared(model, processor, heads, started=started, **keep, **options)

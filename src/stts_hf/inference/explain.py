@@ -164,7 +164,7 @@ def look_closer(reading: Reading, missed: float | None) -> tuple[list[Finding], 
         closer = {"num_frames": number} | ({} if most is None or rate <= most else {"max_fps": rate})
         if reading.sample(**closer).num_frames <= begun.num_frames:
             break
-        for one in [reading.rule, *([] if reading.scales else [KeepRule(0.0)])]:
+        for one in [reading.rule, *([] if reading.prepared.scales else [KeepRule(0.0)])]:
             if reading.spent + number / begun.num_frames > LIMIT + 1:
                 break
             tried.append(reading.ask(one))
@@ -203,7 +203,7 @@ def explain(reading: Reading, at: float | None) -> Explanation:
     if not is_right:
         good = [name for name, finding in others.items() if finding.gives(reading.wanted) and name != "random"]
         remedies += [{"selector": name} for name in good]
-        remedies += [] if turns is None or reading.scales else [{"pruning_ratio": turns[0]}]  # else of other frames
+        remedies += [] if turns is None or reading.prepared.scales else [{"pruning_ratio": turns[0]}]
     found: dict[str, Any] = {"cause": cause, "turns": turns, "blocks": tuple(blocks), "at": at}
     found |= {"more_frames": tuple(frames), "remedies": tuple(remedies)}
     return Explanation(asked, whole, others, expected=reading.wanted, cost=reading.spent, **found)

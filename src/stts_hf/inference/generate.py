@@ -96,19 +96,20 @@ def score_blocks(model: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.
     return scores
 
 
-def fill_budget(model: Any, processor: Processor, options: Mapping[str, Any], prepared: Prepared) -> Prepared:
+def fill_budget(model: Any, processor: Processor, processing: Mapping[str, Any] | None, prepared: Prepared) -> Prepared:
     """
     Test-time scaling towards a budget: the request read again with 2, 4, 8, 16 times as many frames, as long as fewer
     blocks than its budget reach the threshold and its videos have more frames. Other requests stay as they are.
     """
     rule = prepared.request.rule
-    if rule is None or rule.threshold is None or not isinstance(rule.budget, int) or "pruning_ratio" not in options:
+    if rule is None or rule.threshold is None or not isinstance(rule.budget, int) or not prepared.scales:
         return prepared
     for factor in (2, 4, 8, 16):
         above = [int((scores[1:] >= rule.threshold).sum()) for scores in score_blocks(model, prepared.inputs)]
         kept = dataclasses.replace(rule, budget=None).num_kept(block_grids(processor, prepared.inputs), above)
-        scaled = {**options, "test_time_scaling": True, "pruning_ratio": 1 - 1 / factor}
-        more = prepared if sum(kept) >= rule.budget else prepare(processor, scaled, prepared.request)
+        if sum(kept) >= rule.budget:
+            break
+        more = prepare(processor, processing, prepared.request, pruning_ratio=1 - 1 / factor)
         if more.begun.prompt_tokens <= prepared.begun.prompt_tokens:
             break
         prepared = more

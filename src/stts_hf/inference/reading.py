@@ -14,7 +14,7 @@ from stts_hf.modeling.plan_stts import TowerCache
 from stts_hf.modeling.video_processing_stts import check_count
 
 from .generate import ReadHeads, fill_budget, inputs_for, read_heads, tokenize
-from .requests import Answer, ask_about, prepare, processing_options
+from .requests import Answer, ask_about, prepare
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ def tokens_of(model: Any, processor: Processor, text: str) -> torch.Tensor:
 class Reading:
     """
     A clip and a question, read under many keep masks. wanted: the answer that is looked for, by default the first one.
-    target: its tokens. scales: whether the ratio changes the frames (test-time scaling). spent: FLOPs of matrix
-    products with the weights, in answers with nothing dropped. rest: share of the tower's layers after `l`.
+    target: its tokens. spent: FLOPs of matrix products with the weights, in answers with nothing dropped. rest: share
+    of the tower's layers after `l`.
     """
 
     def __init__(
@@ -70,8 +70,7 @@ class Reading:
         if not isinstance(expected, str | None):
             raise TypeError(f"expected must be a text, got {expected!r:.80}.")
         check_count("max_new_tokens", max_new_tokens)
-        self.options = processing_options(processor, processing, self.rule)
-        self.scales = "pruning_ratio" in self.options
+        self.processing = processing
         self.request = replace(ask_about(processor, video, question), rule=self.rule)
         self.generation = {"max_new_tokens": max_new_tokens, "do_sample": False, "tokenizer": processor.tokenizer}
         self.tail = tokenize(processor, self.request.tail)
@@ -84,7 +83,7 @@ class Reading:
 
     def sample(self, **options: Any) -> Answer:
         """Decodes the clip, with more options; returns what is known before the model runs."""
-        given = {**self.options, **options}
+        given = {**(self.processing or {}), **options} if options else self.processing
         prepared = prepare(self.processor, given, replace(self.request, tail=""))
         self.prepared = fill_budget(self.model, self.processor, given, prepared)
         self.inputs = inputs_for(self.model, self.prepared.inputs)

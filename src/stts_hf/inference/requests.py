@@ -133,13 +133,14 @@ class Prepared:
     A request, decoded and tokenized.
 
     begun: the answer, with what is known before the model runs. inputs: one row, as the processor returns them, empty
-    with `begun.error`. rule: how many blocks of each video stay.
+    with `begun.error`. rule: how many blocks of each video stay. scales: whether frames follow it (test-time scaling).
     """
 
     request: Request
     begun: Answer
     inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     rule: KeepRule | None = None
+    scales: bool = False
 
     @staticmethod
     def arguments(several: Sequence["Prepared"]) -> dict[str, Any]:
@@ -197,9 +198,7 @@ def check_question(processor: Processor, question: Any) -> None:
         raise ValueError(f"question holds {found!r}, a control token of the model. Take it out of the text.")
 
 
-def processing_options(
-    processor: Processor, processing: Mapping[str, Any] | None, rule: KeepRule | None
-) -> dict[str, Any]:
+def processing_options(processor: Processor, processing: Any, rule: KeepRule | None) -> dict[str, Any]:
     """Options of the processor's call. Raises for what would be ignored, or does not fit the rule of the call."""
     if not isinstance(processing, Mapping | None):
         raise TypeError(f"processing must be a dict of options, such as {{'num_frames': 32}}, got {processing!r:.80}.")
@@ -221,10 +220,11 @@ def processing_options(
     return options
 
 
-def prepare(processor: Processor, options: Mapping[str, Any], request: Request) -> Prepared:
-    """Decodes and tokenizes a request; raises its error, and the decoder's. options: of `processing_options`."""
+def prepare(processor: Processor, processing: Mapping[str, Any] | None, request: Request, **more: Any) -> Prepared:
+    """Decodes and tokenizes a request; raises its error, the decoder's, and as `processing_options`. more: of those."""
     if request.error is not None:
         raise request.error
+    options = processing_options(processor, processing, request.rule) | more
     for video in request.videos:
         if video is None or (isinstance(video, list | tuple) and not video):
             raise ValueError(f"video is {video!r}. Pass a path, a URL, bytes, an open file or the frames of a video.")
@@ -252,4 +252,4 @@ def prepare(processor: Processor, options: Mapping[str, Any], request: Request) 
     rule = request.rule
     if rule is not None and isinstance(rule.budget, int):
         rule = dataclasses.replace(rule, budget=share_budget(rule.budget, grids))
-    return Prepared(request, begun, inputs, rule)
+    return Prepared(request, begun, inputs, rule, scales="pruning_ratio" in options)

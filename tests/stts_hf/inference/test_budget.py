@@ -147,7 +147,8 @@ def test_a_ratio_takes_the_place_of_the_checkpoints_threshold_for_selectors_with
     (found,) = predictor.predict([{"video": clips[2], "prompt": QUESTION}])
     assert 2 * found["video_tokens_kept"] == found["video_tokens"]
     calibrated = stts_hf.load(folder, device="cpu")
-    for keep in ({}, {"pruning_ratio": 0.5}):
+    settings: list[dict[str, Any]] = [{}, {"pruning_ratio": 0.5}]
+    for keep in settings:
         explained = calibrated.explain(clips[1], QUESTION, max_new_tokens=3, **keep)
         assert {one.answer.video_tokens_kept for one in explained.by_selector.values()} == {
             explained.asked.answer.video_tokens_kept

@@ -56,7 +56,7 @@ def test_the_blocks_that_are_named_turn_the_answer(explained):
     for block in found.blocks:
         assert mask[block] != found.puts_back
         mask[block] = found.puts_back
-    inputs = prepare(processor, {"return_metadata": True}, ask_about(processor, clip, QUESTION)).inputs
+    inputs = prepare(processor, None, ask_about(processor, clip, QUESTION)).inputs
     ratio = 1 - int(mask.sum()) / mask.numel()
     options = {"block_scores": mask.flatten().float(), "pruning_ratio": ratio, "do_sample": False}
     sequences = assistant.model.generate(**inputs, **options, **NEW)
