@@ -8,6 +8,7 @@ from transformers import Trainer, TrainingArguments
 from stts_hf import STTSDataCollator, load_rows
 from stts_hf.checkpoints.card import write_model_card
 from stts_hf.checkpoints.families import family_of_checkpoint
+from stts_hf.training.config import TEXT_LINEAR
 
 checkpoint, data, output = sys.argv[1:4]
 family = family_of_checkpoint(checkpoint)  # its classes, for STTS or a stock model of a backbone
@@ -18,8 +19,7 @@ model = get_peft_model(
         r=16,
         lora_alpha=32,
         use_dora=False,  # True for DoRA
-        # The text model alone: "q_proj" by itself would hit the vision tower and the connector too.
-        target_modules=r".*language_model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)",
+        target_modules=TEXT_LINEAR,  # "q_proj" by itself would hit the vision tower and the connector too
         modules_to_save=["scorer"],  # trained in full, saved with the adapter
     ),
 )

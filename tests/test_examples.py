@@ -15,7 +15,17 @@ from transformers import AutoProcessor
 
 from stts_hf import STTSForConditionalGeneration, STTSProcessor
 from stts_hf.cli.main import main
-from tests.checkpoints import QWENS, TINIES, TINY, load_tiny, logits_of, prepare, weights_of
+from tests.checkpoints import (
+    ALL_TINIES,
+    QWENS,
+    TINIES,
+    TINY,
+    load_tiny,
+    logits_of,
+    needs_num2words,
+    prepare,
+    weights_of,
+)
 from tests.conftest import REPOSITORY
 from tests.preloaded import preloaded
 from tests.training_files import train, write_data
@@ -99,6 +109,13 @@ def test_trl(run_example, checkpoint, data):
     # TRL's forward is no other: only its head's loss is, which is not used.
     assert torch.equal(logits_of(reloaded, inputs), logits_of(trainer.model.eval(), inputs))
     assert AutoProcessor.from_pretrained(output, trust_remote_code=True).video_processor.num_frames == 2
+
+
+@pytest.mark.slow
+@needs_num2words
+def test_adapters_of_a_text_model_that_is_called_otherwise(run_example):
+    names, _ = run_example("finetune_lora.py", ALL_TINIES["smolvlm"])
+    assert any("text_model" in name and "lora_" in name for name, _ in names["model"].named_parameters())
 
 
 @pytest.mark.parametrize("backbone", QWENS)

@@ -80,15 +80,14 @@ def attention_flops(operator: Any) -> Callable[..., int]:
     return count
 
 
-# torch 2.14 has no formula for the CPU's kernel and for experts, and no version leaves out the pairs that causal
-# kernels skip.
+# torch 2.14 has no formula for the CPU's kernel and for experts (each row, or column, meets one), and no version leaves
+# out the pairs that causal kernels skip.
 FORMULAS = {
     operator: attention_flops(operator)
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for name in (f"_scaled_dot_product_{kernel}", f"_scaled_dot_product_{kernel}_backward")
     for operator in (getattr(torch.ops.aten, name),)
 }
-# Forward or backward: each row, or column, meets one expert.
 FORMULAS[torch.ops.aten._grouped_mm] = lambda rows, matrices, *_, **options: 2 * math.prod(rows) * matrices[-1]  # noqa: SLF001
 
 

@@ -86,9 +86,8 @@ def execute(arguments: argparse.Namespace) -> int:
                 print_record(len(records), len(rows), record)
 
         start = functools.partial(start_engine, arguments, predictor)
-        done, seconds = answer_left(
-            output, rows, records, start, write_and_print, f"Answering, {in_words(predictor.rule)}"
-        )
+        how = f"Answering, {in_words(predictor.rule)}"
+        done, seconds = answer_left(output, rows, records, start, write_and_print, how)
         answers = [records[row["id"]] for row in rows]  # the file may hold more, of inputs that are gone
         summary = summarize(answers)
         finish(summary)

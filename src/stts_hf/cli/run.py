@@ -85,11 +85,10 @@ def generate(arguments: argparse.Namespace, predictor: "Predictor", prepared: "P
     from stts_hf.inference.generate import answer_prepared
 
     with stage(f"Answering, {how}"), progress_bar(arguments.max_new_tokens, "token") as bar, refused():
-        options = {"max_new_tokens": arguments.max_new_tokens, **prepared.arguments([prepared])}
         # Gets the prompt (1, L) first, then each token of the answer.
         streamer = SimpleNamespace(put=lambda value: bar.update(value.dim() == 1), end=lambda: None)
-        options |= {"do_sample": False, "streamer": streamer}
-        return answer_prepared(predictor.model, predictor.processor, [prepared], **options)[0]
+        options = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, **prepared.arguments([prepared])}
+        return answer_prepared(predictor.model, predictor.processor, [prepared], streamer=streamer, **options)[0]
 
 
 def print_answer(answer: "Answer") -> None:

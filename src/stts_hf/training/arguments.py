@@ -159,14 +159,15 @@ def prepare_parts(model: Any, arguments: STTSTrainingArguments) -> None:
     for name, parameter in model.named_parameters():
         if keys[name] in frozen:
             if parameter.requires_grad and (is_adapter(name) or "modules_to_save" in name.split(".")):
+                setting = "`scorer_only`" if arguments.scorer_only else "`freeze`"
                 raise ValueError(
-                    f"`freeze` names {keys[name]!r}, but PEFT trains {name!r} in it. Take the part out of `freeze`, "
-                    "or its modules out of the PEFT config's `target_modules` and `modules_to_save`."
+                    f"{setting} freezes {keys[name]!r}, but PEFT trains {name!r} in it. Change {setting}, or take its "
+                    "modules out of the PEFT config's `target_modules` and `modules_to_save`."
                 )
             parameter.requires_grad_(False)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
-        raise ValueError(f"`freeze` is {sorted(frozen)}, which leaves nothing to train. Take a part out of it.")
+        raise ValueError(f"Frozen: {sorted(frozen)}, which leaves nothing to train. Change `freeze` or `scorer_only`.")
     if ADAPTER in (arguments.learning_rates or {}) and not any(map(is_adapter, trained)):
         raise ValueError(f"`learning_rates` names {ADAPTER!r}, but no LoRA is trained. Add one, or leave it out.")
     config, vision = model.config, model.config.vision_config

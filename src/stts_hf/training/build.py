@@ -96,7 +96,8 @@ def prepare(config: TrainConfig, *, progress: bool = True) -> TrainingSetup:
 def load_model_config(config: TrainConfig) -> PruningConfig:
     """Returns the checkpoint's configuration with the run's settings. Raises `ConfigError`."""
     path, revision = config.model.model_name_or_path, config.model.model_revision
-    settings = config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
+    settings: dict[str, Any] = {"worth_unit": None} if config.model.new_scorer else {}  # the old scorer's
+    settings |= config.model.given((*PRUNING_FIELDS, *TRAINING_FIELDS))
     name = repr(path) if Path(path).is_dir() else f"{path!r} (no folder here, so it is sought on the Hub)"
     with config.blame("model_name_or_path", f"{name} cannot be trained with its config.json and these settings"):
         family = family_of_checkpoint(path, revision)

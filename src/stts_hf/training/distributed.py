@@ -27,10 +27,10 @@ REMEDIES = {
 
 def prepare_for_processes(trainer: Any) -> None:
     """With several processes: sets up collators, FSDP and float32 losses. Raises `ValueError` for what would hang."""
-    if trainer.args.world_size == 1:
-        return
     settings = trainer.args.accelerator_config
     streams = isinstance(trainer.train_dataset, IterableDataset) and settings.dispatch_batches is None
+    if trainer.args.world_size == 1 and not (streams or settings.dispatch_batches):
+        return
     if settings.split_batches or settings.dispatch_batches or streams:
         raise ValueError(  # all frames of a batch are rows of one tensor
             "`accelerator_config` has one process read batches and cut them for the others, which would cut videos. "

@@ -93,7 +93,7 @@ class MaskStore:
         self.unit = unit
         write_line(self.file, {"identity": self.identity, "unit": unit})
 
-    def get(self, key: str) -> Masks:
-        """The masks of all rounds of a row."""
-        rounds = self.masks[key]
+    def get(self, key: str, number: int) -> Masks:
+        """The masks of a row's rounds up to `number`: a resumed run may find later ones in the file."""
+        rounds = self.masks[key][: number + 1]
         return Masks(torch.cat([it.dropped for it in rounds]), torch.cat([it.losses for it in rounds]))

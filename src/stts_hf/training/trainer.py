@@ -102,7 +102,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
                 "convert` makes one of a stock checkpoint."
             )
         why = OWN[model_type].model.backbone.refuses_packed_rows
-        if why and any(isinstance(rows, PackedDataset) for rows in (self.train_dataset, self.eval_dataset)):
+        if why and any(isinstance(vars(self).get(name), PackedDataset) for name in ("train_dataset", "eval_dataset")):
             raise ValueError(f"A `PackedDataset` puts several samples into a row, but {why}. Pass its rows unpacked.")
         measures_masks = learns_answers(model.config, self.args)
         if (self.args.scorer_only or measures_masks) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
@@ -184,7 +184,6 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             self.termination.agree(everywhere[3])
             counts = everywhere[:3] if self.args.average_tokens_across_devices else counts
         self._step_counts = counts.clamp_min(1)
-        self.statistics.steps += 1
         return batches, self._step_counts[0]
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -205,6 +204,7 @@ class STTSTrainer(ModelCardTrainerMixin, Trainer):
             inputs["pruning_ratio"] = draw_ratios(self.args.pruning_ratio_range, [random.random() for _ in grids])
         self.statistics.add("skipped_rows", len(skipped or ()))
         loss = super().training_step(model, inputs, *args, **kwargs)
+        self.statistics.steps += self.accelerator.sync_gradients  # not where `auto_find_batch_size` tries again
         self.loss_history.add(self.state.global_step + 1, self._parts_of_loss, ids)
         return loss
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from stts_hf.model_parts import SCORER, find_backbone, parts_of, video_placeholders
+from stts_hf.model_parts import SCORER, find_backbone, is_scorer_trained, parts_of, video_placeholders
 from stts_hf.modeling.plan_stts import assign_to_rows
 from stts_hf.modeling.scoring_stts import block_worth, num_kept_blocks, temporal_similarity
 from stts_hf.training.answer_loss import AnswerLoss
@@ -159,7 +159,8 @@ class AnswersTarget:
         low, high = args.pruning_ratio_range or DEPLOYED_RATIOS
         num_masks, kind = max(args.num_masks // GROUPS, 2), args.answer_loss
         self.options: dict[str, Any] = {"num_masks": num_masks, "ratios": (low, high), "kind": kind}
-        self.rounds, self.seed, self.was_fitted = args.mask_rounds, args.seed, model.config.worth_unit is not None
+        self.rounds, self.seed = args.mask_rounds, args.seed
+        self.was_fitted = model.config.worth_unit is not None and is_scorer_trained(model)
         self.store: MaskStore | None = None
         if args.scorer_only:
             layer = model.config.vision_config.pruning_layer
@@ -183,7 +184,7 @@ class AnswersTarget:
             for key, mask in zip(keys, measured, strict=True):
                 if self.store.lacks(key, again):
                     self.store.add(key, mask)
-        masks = [self.store.get(key) for key in keys]
+        masks = [self.store.get(key, number) for key in keys]
         if model.config.worth_unit is None:
             model.config.worth_unit = measure_unit(masks)
             self.store.set_unit(model.config.worth_unit)

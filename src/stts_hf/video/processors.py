@@ -339,10 +339,9 @@ def probe(processor: Any, video: Any) -> tuple[torch.Tensor, STTSVideoMetadata]:
 
 def molmo2_block_grid(video_processor: Any) -> tuple[int, int]:
     """Rows and columns of blocks in a frame; a window over the border counts in full."""
-    size, windows = video_processor.size, video_processor.pooling_size
-    patches = (size[side] // video_processor.patch_size for side in ("height", "width"))
-    rows, columns = (math.ceil(count / window) for count, window in zip(patches, windows, strict=True))
-    return rows, columns
+    size, (high, wide) = video_processor.size, video_processor.pooling_size
+    rows, columns = (size[side] // video_processor.patch_size for side in ("height", "width"))
+    return math.ceil(rows / high), math.ceil(columns / wide)
 
 
 def grid_name(processor: Any) -> str:

@@ -62,6 +62,19 @@ def test_rows_get_answers_where_the_checkpoint_says_that_its_scorer_learns_them(
     assert json.loads(run.tables["train"][ANSWER][0]) == {"question": "Describe this video.", "room": 128}
 
 
+def test_a_new_scorer_has_no_unit_yet(files):
+    """That of the checkpoint belongs to the scorer that it replaces."""
+    config, _ = files
+    unsaid = config.with_name("unit.yaml")
+    unsaid.write_text(config.read_text().replace(CHANGE, ""))
+    units = []
+    for more in ([], ["--new_scorer"], ["--new_scorer", "--worth_unit=0.5"]):
+        run = prepare(load_config(unsaid, ["--scorer_only", *more]), progress=False)
+        units.append(run.model_config.worth_unit)
+    assert units[0]
+    assert units[1:] == [None, 0.5]
+
+
 def test_rows_of_several_data_sets_get_ids_that_differ():
     rows = datasets.Dataset.from_dict({"id": ["a", None, "a", "row 1"], "question": ["?"] * 4})
     assert list(with_ids(rows)["id"]) == ["a", "row 1", "a (2)", "row 1 (2)"]

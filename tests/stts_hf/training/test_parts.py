@@ -58,8 +58,15 @@ def test_frozen_parts_stay_and_the_others_learn(tmp_path, parts):
 )
 def test_freezing_what_peft_trains_is_refused(tmp_path, part, options):
     model = get_peft_model(tiny_model(), LoraConfig(**LORA, **options))
-    with pytest.raises(ValueError, match=f"`freeze` names '{part}', but PEFT trains 'base_model"):
+    with pytest.raises(ValueError, match=f"`freeze` freezes '{part}', but PEFT trains 'base_model"):
         trainer(tmp_path, model=model, freeze=[part])
+
+
+def test_settings_that_are_refused_beside_scorer_only_are_named(tmp_path):
+    with pytest.raises(ValueError, match="`scorer_only` freezes 'language_model', but PEFT trains"):
+        trainer(tmp_path, model=get_peft_model(tiny_model(), LoraConfig(**LORA)), scorer_only=True)
+    with pytest.raises(ValueError, match="Change `freeze` or `scorer_only`"):
+        trainer(tmp_path, scorer_only=True, freeze=["scorer"])
 
 
 def test_a_rate_for_adapters_that_are_not_there_is_refused(tmp_path):

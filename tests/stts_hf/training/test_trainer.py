@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from stts_hf.training.checkpointing import last_checkpoint
 from stts_hf.training.trainer import STTSTrainer
+from tests import tiny_qwen3_5
 from tests.modeling.reference import assert_gradients_equal
 from tests.stts_hf.training.runs import KeepGradients, Rows, arguments, collate, logged, trainer
 from tests.tiny import tiny_config, tiny_model
@@ -167,5 +169,36 @@ def test_a_compiled_run_has_the_losses_of_an_eager_one(tmp_path):
 def test_a_model_made_by_model_init_is_prepared_too(tmp_path):
     args = arguments(tmp_path, freeze=["vision_tower"], max_steps=1)
     run: Any = STTSTrainer(model_init=lambda: tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
+    STTSTrainer(model_init=lambda: tiny_qwen3_5.tiny_model(), args=args, train_dataset=Rows(), data_collator=collate)
     run.train()
     assert not run.model.model.vision_tower.patch_embedding.weight.requires_grad
+
+
+def test_a_stream_of_rows_whose_batches_would_be_cut_is_refused_in_one_process_too(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([Rows()[0], Rows()[1]])
+
+    with pytest.raises(ValueError, match="'dispatch_batches': False"):
+        trainer(tmp_path, data=Stream())
+    whole: dict[str, Any] = {"accelerator_config": {"dispatch_batches": False}}
+    trainer(tmp_path, data=Stream(), per_device_train_batch_size=2, max_steps=1, **whole).train()
+
+
+def test_steps_that_fail_for_memory_do_not_count_in_the_log(tmp_path):
+    options: dict[str, Any] = {"per_device_train_batch_size": 4, "auto_find_batch_size": True, "max_steps": 2}
+    run = trainer(tmp_path, data=Rows(length=8), **options)
+    compute = run.compute_loss
+
+    def fail(model, inputs, *args, **kwargs):
+        if len(inputs["input_ids"]) > 2:
+            raise RuntimeError("CUDA out of memory.")
+        return compute(model, inputs, *args, **kwargs)
+
+    run.compute_loss = fail
+    run.train()
+    total = [
+        task + temporal for task, temporal in zip(logged(run, "task_loss"), logged(run, "temporal_loss"), strict=True)
+    ]
+    assert len(total) == 2
+    assert total == pytest.approx(logged(run, "loss"), rel=1e-4)

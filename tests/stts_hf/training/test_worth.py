@@ -10,7 +10,7 @@ import torch
 from stts_hf.modeling.scoring_stts import FIRST_LOGIT, block_worth
 from stts_hf.training.answer_loss import AnswerLoss
 from stts_hf.training.masks import FILES, Masks, MaskStore
-from stts_hf.training.worth import draw_ratios, draw_scores, measure, measure_unit, worth_loss
+from stts_hf.training.worth import AnswersTarget, draw_ratios, draw_scores, measure, measure_unit, worth_loss
 from tests.backbones import Clip, Picture, Rows
 from tests.modeling.reference import gradients
 from tests.stts_hf.training.runs import Rows as TrainingRows
@@ -162,7 +162,7 @@ def test_a_store_gives_back_what_was_measured_and_passes_over_other_models(tmp_p
     store.add("text", Masks.none())
     store.set_unit(0.25)
     again = MaskStore(tmp_path, "a")
-    found = again.get("row")
+    found = again.get("row", 1)
     assert torch.equal(found.dropped, torch.cat([first.dropped, second.dropped]))
     torch.testing.assert_close(found.losses, torch.cat([first.losses, second.losses]))
     assert again.unit == 0.25
@@ -212,6 +212,23 @@ def test_a_second_run_measures_nothing_again(tmp_path, monkeypatch):
     second.train()
     assert (tmp_path / FILES.format(0)).read_text() == written
     assert logged(second, "worth_loss")[0] == pytest.approx(logged(first, "worth_loss")[0], rel=0.5)
+
+
+def test_masks_of_a_later_round_are_not_of_an_earlier_one(tmp_path):
+    """A run that goes on from a checkpoint before its middle finds them in the file, and must not use them yet."""
+    store = MaskStore(tmp_path, "a")
+    rounds = [Masks(torch.full((2, 6), bool(number)), torch.full((2,), float(number))) for number in (0, 1)]
+    for masks in rounds:
+        store.add("row", masks)
+    assert store.get("row", 0).losses.tolist() == [0, 0]
+    assert store.get("row", 1).losses.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("trained", "fitted"), [(True, True), (False, False)])
+def test_a_scorer_with_a_unit_was_fitted_only_if_it_was_trained(tmp_path, trained, fitted):
+    config = tiny_config(model_overrides={"scorer_target": "answers", "worth_unit": 0.05})
+    run = run_of(tmp_path, tiny_model(config, trained_scorer=trained))
+    assert AnswersTarget(run.model, run.args).was_fitted == fitted
 
 
 def test_whole_training_draws_masks_in_every_step(tmp_path):
