@@ -39,6 +39,15 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
 
     model: PruningBackbone
 
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """As in transformers. Settings of `from_pretrained` are the config's, and take the place of saved ones here."""
+        given = take_given(kwargs, {*PRUNING_FIELDS, *TRAINING_FIELDS})
+        native: Any = super()
+        native.adjust_generation_fn(*args, **kwargs)
+        replaced = KEEP_ARGUMENTS if "pruning_ratio" in given else {"pruning_ratio", *given}
+        for name in replaced if given.keys() & {*KEEP_ARGUMENTS} else ():
+            vars(self.generation_config).pop(name, None)
+
     def prepare_inputs_for_generation(  # type: ignore[override]  # transformers looks for these names, the rest is its
         self, input_ids: torch.LongTensor, inputs_embeds: torch.Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
@@ -85,7 +94,7 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
             return resolve_setting(name, kwargs, generation_config, self.generation_config)
 
         given = {name: kwargs.pop(name, None) for name in RANKING_ARGUMENTS}
-        configs = [saved_rule(self.generation_config), {} if generation_config is None else vars(generation_config)]
+        configs = [vars(one) for one in (self.generation_config, generation_config) if one is not None]
         keep = self.config.keep_rule(*configs, take_given(kwargs, KEEP_ARGUMENTS))
         if kwargs.pop("pruned_length", None) is not None:
             raise ValueError("`pruned_length` is for training with `forward`; leave it out of `generate`.")
@@ -96,6 +105,8 @@ class STTSGeneration(PreTrainedModel, GenerationMixin):
         record = CacheRecord.usable(cache)
         self.model.check_new_vision(cache, vision)
         cached = None if record is None or record.whole else record
+        if record is not None and record.whole and kwargs.get("input_ids") is not None:
+            count_seen(kwargs["input_ids"], kwargs.get("attention_mask"), record, cache)
         if cached is None and not self.model.needs_pruning(vision) and not (record is not None and pads_right(kwargs)):
             return self.generate_natively(record, kwargs | vision, generation_config)
         whole_ids = check_options(self.model, cache, cached, kwargs, setting)
@@ -154,20 +165,10 @@ def name_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, A
 def check_generation_configs(own: GenerationConfig, given: GenerationConfig | None) -> None:
     """
     Raises `ValueError` for near misses of our arguments in configs, which take any name. A model's own may hold fields
-    of our configs: `from_pretrained` puts the settings of its call there too.
+    of our configs.
     """
     names = vars(own).keys() - {*PRUNING_FIELDS, *TRAINING_FIELDS} if given is None else vars(given).keys() - vars(own)
     check_names(names - vars(GenerationConfig()).keys())
-
-
-def saved_rule(own: GenerationConfig) -> dict[str, Any]:
-    """
-    How many blocks stay by a model's own configuration. `from_pretrained` puts the settings of its call there, beside
-    saved ones: where they clash, or are bounds alone, only the model's config says what holds.
-    """
-    given = {name: getattr(own, name, None) for name in KEEP_ARGUMENTS}
-    ratio, threshold, _, _, budget = given.values()
-    return {} if (ratio is not None) == (threshold is not None or budget is not None) else given
 
 
 def cache_of(output: Any, cache: Cache | None) -> Cache | None:

@@ -64,5 +64,9 @@ class STTSSmolVLMForConditionalGeneration(PruningHead, SmolVLMForConditionalGene
     native = SmolVLMForConditionalGeneration
     backbone = STTSSmolVLMModel
 
+    def get_video_features(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `model`."""
+        return self.model.get_video_features(*args, **kwargs)
+
 
 __all__ = ["STTSSmolVLMForConditionalGeneration", "STTSSmolVLMModel", "STTSSmolVLMVisionModel"]

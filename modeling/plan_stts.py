@@ -70,10 +70,12 @@ class PruningPlan:
             raise ValueError(
                 "`block_scores` came with `score_threshold`, which fits the model's own: pass `pruning_ratio`."
             )
-        if self.block_scores is not None and tuple(self.block_scores.shape) != (sum(self.num_blocks),):
+        given: Any = self.block_scores
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        if given is not None and shape != (sum(self.num_blocks),):
             raise ValueError(
-                f"`block_scores` has shape {tuple(self.block_scores.shape)}, but must be ({sum(self.num_blocks)},): "
-                "one score for every block of the call's videos."
+                f"`block_scores` has shape {shape}, but must be a tensor of shape ({sum(self.num_blocks)},): one score "
+                "for every block of the call's videos."
             )
 
     @property

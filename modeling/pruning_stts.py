@@ -190,6 +190,8 @@ class PruningBackbone(PreTrainedModel):
         self.check_new_vision(call.cache, call.vision)
         if call.packed_rows is None and (self.num_axes or self.video_inputs[0] not in call.vision):
             call.packed_rows = holds_packed_rows(call.tokens, call.cache, self.num_axes)
+        if call.packed_rows and call.tokens.position_ids is None:
+            raise ValueError("Packed rows need `position_ids` that start over at each sample. Pass them too.")
 
     def is_native(self, call: Call) -> bool:
         """Whether nothing is to be dropped, laid out or continued: then the native model does all."""

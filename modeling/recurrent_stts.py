@@ -64,9 +64,7 @@ class RecurrentBackbone(MropeBackbone):
         asks for it or is given one; otherwise it does not read the mask. Raises `ValueError` where a cache
         would hold filler behind tokens.
         """
-        embeddings = arguments.get("inputs_embeds")
-        given: Any = arguments.get("input_ids") if embeddings is None else embeddings
-        mask = arguments.get("attention_mask") if given.shape[1] > 1 and not torch.compiler.is_compiling() else None
+        mask = None if torch.compiler.is_compiling() else arguments.get("attention_mask")
         fills = arguments.get("past_key_values") is not None or arguments.get("use_cache")
         if not fills and self.training:
             arguments["use_cache"] = False

@@ -249,6 +249,13 @@ class PruningConfig(TrainingSettings, PreTrainedConfig):
             self.vision_config = with_settings(self.vision_config, given)
         super().__post_init__(**kwargs)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Settings of the vision config, which are arguments too, are set there."""
+        if name in self.vision_settings and self.vision_config is not None:
+            setattr(self.vision_config, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def validate_vision_config(self) -> None:
         """Raises `ValueError` for a stock vision config, and where the pruning fields do not fit each other."""
         check_vision_config(self.vision_config, self.vision_class.model_type)

@@ -1,6 +1,7 @@
 """Saving by remote code: the folder is complete and loads, and a second save changes nothing."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import BitsAndBytesConfig
 from transformers.quantizers import HfQuantizer
 
 from stts_hf import STTSConfig, STTSForConditionalGeneration, STTSProcessor
+from stts_hf.modeling.budget_stts import KEEP_ARGUMENTS
 from tests.checkpoints import (
     TINY,
     digests,
@@ -52,6 +54,39 @@ def test_either_part_saves_all_the_code(tmp_path, part):
     (load_tiny() if part == "model" else STTSProcessor.from_pretrained(TINY)).save_pretrained(tmp_path)
     assert digests(tmp_path, "*.py") == digests(TINY, "*.py")
     assert not any(file.is_symlink() for file in tmp_path.iterdir())
+
+
+def test_settings_of_from_pretrained_are_the_configs_alone(saved, inputs, tmp_path):
+    """Else `generate` would go by them when the config is changed afterwards, and so would what is saved then."""
+    model = load_tiny(saved, pruning_ratio=0.25, temporal_loss_weight=0.5)
+    for name in ("pruning_ratio", "temporal_loss_weight"):
+        assert not hasattr(model.generation_config, name)
+    model.config.vision_config.pruning_ratio = 0.75
+    model.save_pretrained(tmp_path)
+    for some in (model, load_tiny(tmp_path)):
+        output: Any = some.generate(**inputs, max_new_tokens=1, return_dict_in_generate=True)
+        found = output.keep_mask[0]
+        assert torch.equal(found, some(**inputs).keep_mask[0])
+        assert found.float().mean() < 0.3
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "left"),
+    [
+        ({"pruning_ratio": 0.9}, {"pruning_ratio": 0.25}, {}),
+        ({"pruning_ratio": 0.9}, {"score_threshold": 0.1}, {}),
+        ({"score_threshold": 0.1, "max_pruning_ratio": 0.9}, {"pruning_ratio": 0.25}, {}),
+        ({"score_threshold": 0.1, "max_pruning_ratio": 0.9}, {"max_pruning_ratio": 0.5}, {"score_threshold": 0.1}),
+        ({"pruning_ratio": 0.9}, {"selector": "cosine"}, {"pruning_ratio": 0.9}),
+    ],
+    ids=["ratio", "threshold", "ratio for threshold", "bound", "selector"],
+)
+def test_settings_of_from_pretrained_take_the_place_of_saved_ones_of_generate(saved, tmp_path, there, given, left):
+    folder = Path(shutil.copytree(saved, tmp_path / "folder"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps(read_json(file) | there))
+    own = vars(load_tiny(folder, **given).generation_config)
+    assert {name: own[name] for name in KEEP_ARGUMENTS if own.get(name) is not None} == left
 
 
 def test_saving_again_changes_no_byte(saved, tmp_path):

@@ -112,8 +112,9 @@ def test_a_scorer_of_answers_has_no_temporal_loss(backbone, any_model, monkeypat
         ({"pruning_ratio": [0.5, 0.5]}, "`pruning_ratio` holds 2 ratios, but the call has 3 videos"),
         ({"pruning_ratio": [0.5, 1.5, 0.5]}, "`pruning_ratio` is 1.5"),
         ({"block_scores": torch.zeros(5)}, r"`block_scores` has shape \(5,\)"),
+        ({"block_scores": (torch.zeros(5),)}, r"`block_scores` has shape tuple, but must be a tensor"),
     ],
-    ids=["two_ratios", "ratio", "five_scores"],
+    ids=["two_ratios", "ratio", "five_scores", "a_tuple"],
 )
 def test_what_does_not_fit_the_videos_is_refused(backbone, any_model, call, message):
     with pytest.raises(ValueError, match=message):

@@ -197,6 +197,24 @@ def test_a_row_of_samples_beside_a_padded_row(backbone, any_model, rows, padding
         torch.testing.assert_close(logits_of_row(outputs, inputs, 1), expected[-1], **CLOSE)
 
 
+def test_settings_of_the_vision_config_may_be_set_on_the_models(backbone):
+    model, inputs = backbone.model(pruning_ratio=0.25), backbone.batch([[3, Clip(4), 5]], "left")
+    model.config.pruning_ratio = 0.75
+    assert model.config.vision_config.pruning_ratio == 0.75
+    assert "pruning_ratio" not in model.config.to_dict()
+    keep_mask = model(**inputs).keep_mask[0]
+    assert torch.equal(keep_mask, model(**inputs, pruning_ratio=0.75).keep_mask[0])
+    with pytest.raises(StrictDataclassFieldValidationError, match="pruning_ratio"):
+        model.config.pruning_ratio = "half"
+
+
+def test_packed_rows_without_positions_are_refused(backbone, any_model):
+    packed = prompt(backbone.pack([[3, Clip(2), 4], [2, Clip(3), 2]]))
+    del packed["position_ids"]
+    with pytest.raises(ValueError, match="need `position_ids` that start over"):
+        any_model(**packed, packed_rows=True)
+
+
 @with_compact
 @pytest.mark.parametrize("use_cache", [True, False])
 @torch.no_grad()

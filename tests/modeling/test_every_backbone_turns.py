@@ -587,3 +587,20 @@ def test_lookup_beside_a_cache_and_padding_is_refused(backbone, any_model):
     inputs, cache = longer(inputs, first.sequences), first.past_key_values
     with pytest.raises(ValueError, match=r"`prompt_lookup_num_tokens` came .* hides padding"):
         any_model.generate(**without_vision(inputs), **GREEDY, past_key_values=cache, prompt_lookup_num_tokens=3)
+
+
+@pytest.mark.parametrize(("rows", "ratio"), [([[6]], 0.5), (ONE, 0.0), (ONE, 0.5)], ids=["text", "whole", "pruned"])
+def test_a_prompt_of_another_conversation_is_refused(backbone, any_model, rows, ratio):
+    """Of a cache that lost nothing too, which native code would go on with."""
+    inputs = prompt(backbone.batch(rows, "left"))
+    first = any_model.generate(**inputs, **GREEDY, pruning_ratio=ratio, return_dict_in_generate=True)
+    text = without_vision(longer(inputs, first.sequences))
+    expected = any_model.generate(**text, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+    assert expected.shape[1] == text["input_ids"].shape[1] + 4
+    other = text | {"input_ids": text["input_ids"].clone()}
+    other["input_ids"][:, -8] += 1  # of the answer
+    with pytest.raises(ValueError, match="does not begin with the tokens"):
+        any_model.generate(**other, past_key_values=copy.deepcopy(first.past_key_values), **GREEDY)
+    short = {name: value[:, :4] for name, value in text.items()}
+    with pytest.raises(ValueError, match="The prompt has 4 tokens, but"):
+        any_model.generate(**short, past_key_values=first.past_key_values, **GREEDY)

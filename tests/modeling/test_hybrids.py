@@ -251,6 +251,19 @@ def test_hidden_tokens_behind_others_are_refused_and_leave_the_cache_usable(back
     assert torch.equal(any_model.generate(**without_vision(turn), **GREEDY, past_key_values=cache), expected)
 
 
+def test_steps_and_chunks_of_one_token_are_refused_too(backbone, any_model):
+    inputs, cache = first_turn(backbone, any_model)
+    record = CacheRecord.of(cache)
+    assert record is not None
+    mask = inputs["attention_mask"][:, : record.seen + 1].clone()
+    mask[0, -3] = 0
+    with pytest.raises(ValueError, match="`attention_mask` hides tokens behind others"):
+        any_model(input_ids=torch.full((len(mask), 1), 9), attention_mask=mask, past_key_values=cache)
+    text = prompt(backbone.batch([[9], [5]], "right"))
+    with pytest.raises(ValueError, match="`attention_mask` hides tokens behind others"):
+        any_model.generate(**text, **GREEDY, prefill_chunk_size=1)
+
+
 def test_text_padded_on_the_right_leaves_no_cache(backbone, any_model):
     inputs = prompt(backbone.batch([[9], [5]], "right"))
     assert any_model(**inputs).past_key_values is None

@@ -39,6 +39,13 @@ def test_features_and_gradients_are_the_naive_ones(ratio):
         torch.testing.assert_close(found[0][1][of], gradient, rtol=0, atol=1e-5, msg=of)
 
 
+def test_features_of_the_model_with_a_head_are_those_of_the_model():
+    model, inputs = tiny_model(), sample([Video(3)])
+    given = {"pixel_values_videos": inputs["pixel_values_videos"], "video_grids": inputs["video_grids"]}
+    ours, inner = (some.get_video_features(**given, pruning_ratio=0.5) for some in (model, model.model))
+    assert torch.equal(ours.pooler_output[0], inner.pooler_output[0])
+
+
 def test_images_lie_among_videos_in_any_order():
     model = tiny_model()
     inputs = sample([2, Image(), Video(2), Image(), 3, Video(1), 4])

@@ -128,7 +128,7 @@ def measure_unit(masks: Sequence[Masks]) -> float:
 def worth_loss(token_scores: Sequence[torch.Tensor], masks: Sequence[Masks], unit: float) -> torch.Tensor:
     """
     Sum over rows of the squared error between the answer losses under masks and the summed worth of what they drop:
-    within groups, and, weighted by `LEVEL_WEIGHT`, of the groups' means. It is about 1 a row if all scores are equal.
+    within groups, and, weighted by `LEVEL_WEIGHT`, of the groups' means.
 
     token_scores: (T, n) of each video, with gradient. masks: of each row. Raises `ValueError` where they are not of
     these videos.
