@@ -310,3 +310,10 @@ def test_clips_of_extreme_sizes_are_shown_or_refused_by_the_native_rule(backbone
 def test_the_size_of_a_rasters_frames_has_either_name(sizes):
     settings = SimpleNamespace(do_sample_frames=True, do_resize=True, valid_kwargs=VideosKwargs, **sizes)
     assert RasterReader(settings, {})._size(3, 20, 30) == (48, 48)
+
+
+def test_fewer_frames_than_a_tubelet_are_refused_where_native_code_divides_by_them(hub_configs, tmp_path):
+    processor = AutoProcessor.from_pretrained(hub_configs / "stts-qwen2-5-vl-tiny")
+    clip = write_clip(tmp_path / "clip.mp4", 8, fps=4)
+    with pytest.raises(ValueError, match="less than the 2 frames of a tubelet"):
+        process(processor, text=["<|vision_start|><|video_pad|><|vision_end|>"], videos=[str(clip)], num_frames=1)
