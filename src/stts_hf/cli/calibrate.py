@@ -95,7 +95,7 @@ def score(arguments: argparse.Namespace, predictor: "Predictor", rows: Sequence[
     settings |= {"selector": vision.selector, "pruning_layer": vision.pruning_layer}
     with open_output(arguments.scores, settings, columns=COLUMNS, option="--scores") as (records, write, finish):
         marks = {name: record["mark"] for name, record in records.items()}
-        done = {row["id"]: row for row in rows if marks.get(row["id"]) == mark_of(row)}
+        done = {row["id"]: row for row in rows if row["id"] in marks and marks[row["id"]] == mark_of(row)}
         answer_left(arguments.scores, rows, done, start, write, f"Scoring by {vision.selector}")
         finish({"videos": len(rows)})
         return [records[row["id"]] for row in rows]

@@ -26,16 +26,17 @@ REMEDIES = {
 
 
 def prepare_for_processes(trainer: Any) -> None:
-    """With several processes: sets up collators, FSDP and float32 losses. Raises `ValueError` for what would hang."""
+    """Sets up several processes: collators, FSDP, losses. Raises `ValueError` for what would hang or cut videos."""
     settings = trainer.args.accelerator_config
     streams = isinstance(trainer.train_dataset, IterableDataset) and settings.dispatch_batches is None
-    if trainer.args.world_size == 1 and not (streams or settings.dispatch_batches):
-        return
-    if settings.split_batches or settings.dispatch_batches or streams:
+    alone = trainer.args.world_size == 1  # batches are cut even then, if one process is to hand them out
+    if streams or settings.dispatch_batches or (settings.split_batches and not alone):
         raise ValueError(  # all frames of a batch are rows of one tensor
             "`accelerator_config` has one process read batches and cut them for the others, which would cut videos. "
             "Set `accelerator_config={'split_batches': False, 'dispatch_batches': False}`."
         )
+    if alone:
+        return
     for collator in (trainer.data_collator, trainer.eval_collator):
         if hasattr(collator, "always_video"):
             collator.always_video = True
